@@ -1,0 +1,1 @@
+//! AMX in software.

@@ -1,0 +1,1 @@
+//! ggml-hina
