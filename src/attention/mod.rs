@@ -1,0 +1,1 @@
+//! Decode attention as matrix-matrix products (paper section 6).

@@ -1,0 +1,193 @@
+//! What this CPU may run, as values.
+//!
+//! A token of this module is a proof: a function that takes [`Avx512`] or [`Amx`] may use those instructions without
+//! asking again, because the only ways to make one check CPUID, XCR0 and (for AMX) the kernel's permission.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+/// Proof that AVX-512 F, BW, DQ, VL, VNNI and BF16 run here (Cooper Lake, Sapphire Rapids and later; Zen 4 and later).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Avx512(());
+
+impl Avx512 {
+    /// Looks at CPUID and XCR0 (through the standard library's detection, which caches).
+    pub fn detect() -> Option<Self> {
+        let all = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni")
+            && is_x86_feature_detected!("avx512bf16")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        all.then_some(Self(()))
+    }
+}
+
+/// Proof that AMX tiles with BF16 and INT8 products run here, on every thread of the process, and AVX-512 too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Amx {
+    avx512: Avx512,
+}
+
+/// Why AMX is not used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AmxRefused {
+    /// CPUID leaf 7 shows no amx-tile, amx-bf16 or amx-int8.
+    NotInCpu,
+    /// XCR0 bits 17 and 18 are not set: the operating system or hypervisor does not save tile state.
+    NotInXcr0,
+    /// `arch_prctl(ARCH_REQ_XCOMP_PERM)` failed with this `errno`.
+    NoPermission(i32),
+    /// AMX works, but the AVX-512 parts the kernels also need do not.
+    NoAvx512,
+}
+
+impl fmt::Display for AmxRefused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotInCpu => write!(f, "this CPU has no AMX-BF16 and AMX-INT8"),
+            Self::NotInXcr0 => write!(f, "the operating system or hypervisor does not enable AMX tile state"),
+            Self::NoPermission(e) => write!(f, "the kernel refuses AMX permission (errno {e})"),
+            Self::NoAvx512 => write!(f, "AMX is there but AVX-512 BF16 and VNNI are not"),
+        }
+    }
+}
+
+impl Amx {
+    /// CPUID, XCR0, then one request for permission in this process; the answer is kept.
+    ///
+    /// An AMX emulator that is loaded in this process (symbol `amx_emu_active`, crate `amx-emu`) stands in for CPUID
+    /// and XCR0, which cannot be trapped.
+    pub fn detect() -> Result<Self, AmxRefused> {
+        static ANSWER: OnceLock<Result<Amx, AmxRefused>> = OnceLock::new();
+        *ANSWER.get_or_init(Self::ask)
+    }
+
+    fn ask() -> Result<Self, AmxRefused> {
+        if !emulated() {
+            if !in_cpuid() {
+                return Err(AmxRefused::NotInCpu);
+            }
+            if !in_xcr0() {
+                return Err(AmxRefused::NotInXcr0);
+            }
+        }
+        request_permission()?;
+        let avx512 = Avx512::detect().ok_or(AmxRefused::NoAvx512)?;
+        Ok(Self { avx512 })
+    }
+
+    /// The AVX-512 this CPU also has.
+    pub fn avx512(self) -> Avx512 {
+        self.avx512
+    }
+}
+
+/// Whether an AMX emulator in this process says that it answers for AMX (see crate `amx-emu`).
+pub fn emulated() -> bool {
+    // SAFETY: dlsym with a NUL-terminated name only looks the symbol up.
+    let f = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"amx_emu_active".as_ptr()) };
+    if f.is_null() {
+        return false;
+    }
+    // SAFETY: the emulator's contract: `int amx_emu_active(void)`.
+    let f: extern "C" fn() -> libc::c_int = unsafe { std::mem::transmute(f) };
+    f() != 0
+}
+
+/// CPUID leaf 7, EDX: bit 22 amx-bf16, bit 24 amx-tile, bit 25 amx-int8 (SDM vol. 2A, CPUID).
+fn in_cpuid() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    if __cpuid(0).eax < 7 {
+        return false;
+    }
+    let edx = __cpuid_count(7, 0).edx;
+    let want = (1 << 22) | (1 << 24) | (1 << 25);
+    edx & want == want
+}
+
+/// XCR0 bits 17 (XTILECFG) and 18 (XTILEDATA).
+fn in_xcr0() -> bool {
+    use std::arch::x86_64::__cpuid;
+    let osxsave = __cpuid(1).ecx & (1 << 27) != 0;
+    if !osxsave {
+        return false;
+    }
+    let (lo, _hi): (u32, u32);
+    // SAFETY: OSXSAVE is set, so XGETBV is available; it only reads.
+    unsafe {
+        std::arch::asm!("xgetbv", in("ecx") 0, out("eax") lo, out("edx") _hi, options(nomem, nostack, preserves_flags));
+    }
+    lo & (0b11 << 17) == 0b11 << 17
+}
+
+/// Linux hands out tile state only on request: `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`, once a process.
+fn request_permission() -> Result<(), AmxRefused> {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: the call has no pointers; a kernel that does not know it returns EINVAL.
+    let rc = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) };
+    if rc == 0 {
+        return Ok(());
+    }
+    Err(AmxRefused::NoPermission(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)))
+}
+
+/// The engine to use: what the kernels are picked by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AMX tiles, with AVX-512 around them.
+    Amx(Amx),
+    /// AVX-512 BF16 and VNNI.
+    Avx512(Avx512),
+}
+
+impl Isa {
+    /// The AVX-512 that every engine has.
+    pub fn avx512(self) -> Avx512 {
+        match self {
+            Self::Amx(amx) => amx.avx512(),
+            Self::Avx512(avx512) => avx512,
+        }
+    }
+
+    /// The best engine of this CPU, or none if even AVX-512 BF16 is missing.
+    pub fn best() -> Option<Self> {
+        match Amx::detect() {
+            Ok(amx) => Some(Self::Amx(amx)),
+            Err(_) => Avx512::detect().map(Self::Avx512),
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Amx(_) => "AMX-BF16 AMX-INT8",
+            Self::Avx512(_) => "AVX512-BF16 AVX512-VNNI",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn amx_needs_its_avx512() {
+        if let Ok(amx) = Amx::detect() {
+            assert_eq!(Some(amx.avx512()), Avx512::detect());
+        }
+        if Isa::best().is_none() {
+            assert_eq!(Avx512::detect(), None);
+        }
+    }
+
+    #[test]
+    fn refusals_say_why() {
+        assert!(AmxRefused::NoPermission(38).to_string().contains("38"));
+        assert!(AmxRefused::NotInXcr0.to_string().contains("tile state"));
+    }
+}

@@ -1,0 +1,32 @@
+//! The products, one folder per engine; no threads, no policy, no ggml.
+//!
+//! An [`Engine`] multiplies a block of weight rows, in place as GGUF stores them, with panels of tokens. The result is a
+//! *C block*: for each panel, for each row, 16 lanes of f32 (one a token), which is also how an AMX tile is stored.
+
+pub mod amx;
+pub mod avx512;
+pub mod reference;
+
+use crate::pack::Panels;
+use crate::tensor::Rows;
+
+/// Something that multiplies weight rows with panels.
+pub trait Engine: Copy + Send + Sync {
+    /// Holds the thread's state (AMX: its tile configuration, saved and put back) between products of one operation.
+    type Session;
+
+    /// Starts a run of products on this thread.
+    fn begin(self) -> Self::Session;
+
+    /// `c[(panel * rows.n + row) * 16 + lane] (+)= sum over k of w[row][k] * x[k][panel][lane]`, in f32.
+    ///
+    /// With `add` the block is added to, else overwritten. Lanes past the last token get unspecified finite or zero
+    /// values. BF16 weights take BF16 panels, Q8_0 weights take INT8 panels of the same k. Nothing outside the rows'
+    /// own bytes is read, not even the next row's: `0 * Inf` would be NaN there.
+    ///
+    /// # Safety
+    /// `rows` and `panels` are as their types promise and agree in `dtype` and `k`; `c` is 64-byte aligned and writable
+    /// for `panels.count() * rows.n * 16` f32.
+    // SAFETY: contract above.
+    unsafe fn product(self, session: &mut Self::Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool);
+}

@@ -1,0 +1,1 @@
+//! The expert FFN: routing and the three products as one pipeline.

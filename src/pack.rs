@@ -1,0 +1,67 @@
+//! Transform (a): tokens become panels (paper section 4; DESIGN section 4).
+//!
+//! A *panel* holds [`PANEL`] tokens in VNNI order, the layout that AMX wants of its right operand and that AVX-512 reads as
+//! whole vectors:
+//!
+//! * BF16: for each pair of k, 16 tokens x 2 values = 64 bytes. K is padded with zeros to a multiple of 32.
+//! * INT8: for each block of 32 k, eight groups of 4 k (16 tokens x 4 signed bytes = 64 bytes each), then the 16 tokens'
+//!   scales of this block as f32 (64 bytes): 576 bytes a block. The quants are those of ggml's `quantize_row_q8_0`: the scale
+//!   is `max|x| / 127` rounded to f16, the quant is `round(x * 127 / max|x|)`.
+//!
+//! Lanes past the last token hold zeros. The panels of an expert follow each other without a gap.
+
+use std::marker::PhantomData;
+
+use crate::tensor::{DType, QK8_0};
+
+/// Tokens of a panel: the columns of an AMX tile of f32 and the lanes of an AVX-512 vector of f32.
+pub const PANEL: usize = 16;
+/// Bytes of an INT8 panel for 32 k: the quants and the scales.
+pub const Q8_PANEL_BLOCK: usize = QK8_0 * PANEL + PANEL * 4;
+
+/// Bytes of one panel for weights of `dtype` with `k` columns.
+pub const fn panel_bytes(dtype: DType, k: usize) -> usize {
+    match dtype {
+        DType::Q8_0 => k / QK8_0 * Q8_PANEL_BLOCK,
+        _ => k.next_multiple_of(32) * PANEL * 2,
+    }
+}
+
+/// The right operand of a product: `tokens` tokens in `tokens.div_ceil(16)` panels, 64-byte aligned.
+#[derive(Clone, Copy, Debug)]
+pub struct Panels<'a> {
+    /// What the weights are: BF16 or Q8_0; decides the panel's layout.
+    pub dtype: DType,
+    /// Address of the first panel.
+    pub data: *const u8,
+    /// Columns of the weights.
+    pub k: usize,
+    /// Tokens, at least one.
+    pub tokens: usize,
+    life: PhantomData<&'a [u8]>,
+}
+
+impl Panels<'_> {
+    /// A view of packed tokens.
+    ///
+    /// # Safety
+    /// `tokens.div_ceil(PANEL) * panel_bytes(dtype, k)` bytes at `data` (64-byte aligned) are readable for the view's
+    /// lifetime.
+    // SAFETY: contract above.
+    pub unsafe fn from_raw(dtype: DType, data: *const u8, k: usize, tokens: usize) -> Self {
+        debug_assert!(data.addr().is_multiple_of(64) && tokens > 0);
+        Self { dtype, data, k, tokens, life: PhantomData }
+    }
+
+    /// Number of panels.
+    pub fn count(&self) -> usize {
+        self.tokens.div_ceil(PANEL)
+    }
+
+    /// Address of panel `p`.
+    pub fn panel(&self, p: usize) -> *const u8 {
+        debug_assert!(p < self.count());
+        // SAFETY: inside the view, by its contract.
+        unsafe { self.data.add(p * panel_bytes(self.dtype, self.k)) }
+    }
+}
