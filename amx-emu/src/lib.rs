@@ -1,1 +1,73 @@
-//! AMX in software.
+//! Intel AMX in software.
+
+#![cfg(all(target_arch = "x86_64", target_os = "linux"))]
+
+mod decode;
+mod exec;
+mod fp;
+mod int8;
+mod level;
+mod permission;
+#[cfg(feature = "preload")]
+mod preload;
+mod signal;
+mod stats;
+mod sys;
+mod tiles;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+pub use stats::{Op, Stats, reset_stats, stats};
+pub use tiles::{Dot, Fault, MAX_COLSB, MAX_ROWS, TILES, Tiles};
+
+static ACTIVE: AtomicBool = AtomicBool::new(false);
+
+/// Who runs AMX instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// The emulator.
+    Emulated,
+    /// The CPU: it has AMX, so its instructions do not trap, and nothing was installed.
+    Native,
+}
+
+/// Makes AMX instructions run in this process, on all threads.
+///
+/// # Errors
+/// When the kernel refuses a signal handler (a seccomp filter).
+pub fn install() -> std::io::Result<Mode> {
+    if native() {
+        return Ok(Mode::Native);
+    }
+    signal::install()?;
+    ACTIVE.store(true, Ordering::Release);
+    Ok(Mode::Emulated)
+}
+
+/// Whether the emulator runs AMX instructions in this process.
+pub fn active() -> bool {
+    ACTIVE.load(Ordering::Acquire)
+}
+
+/// [`active`] for C: 1 or 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn amx_emu_active() -> std::ffi::c_int {
+    active().into()
+}
+
+/// Whether the CPU has AMX and the operating system has turned it on.
+fn native() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    const OSXSAVE: u32 = 1 << 27;
+    const AMX_TILE: u32 = 1 << 24;
+    const TILE_STATE: u32 = 3 << 17;
+    if __cpuid(0).eax < 7 || __cpuid(1).ecx & OSXSAVE == 0 || __cpuid_count(7, 0).edx & AMX_TILE == 0 {
+        return false;
+    }
+    let xcr0: u32;
+    // SAFETY: OSXSAVE says that xgetbv may run.
+    unsafe {
+        std::arch::asm!("xgetbv", in("ecx") 0, out("eax") xcr0, out("edx") _, options(nomem, nostack));
+    }
+    xcr0 & TILE_STATE == TILE_STATE
+}
