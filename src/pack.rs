@@ -38,6 +38,8 @@ pub struct Panels<'a> {
     pub k: usize,
     /// Tokens, at least one.
     pub tokens: usize,
+    /// Bytes from a panel to the next: [`panel_bytes`] of the whole K, also in a view of some columns.
+    pub stride: usize,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -50,7 +52,18 @@ impl Panels<'_> {
     // SAFETY: contract above.
     pub unsafe fn from_raw(dtype: DType, data: *const u8, k: usize, tokens: usize) -> Self {
         debug_assert!(data.addr().is_multiple_of(64) && tokens > 0);
-        Self { dtype, data, k, tokens, life: PhantomData }
+        Self { dtype, data, k, tokens, stride: panel_bytes(dtype, k), life: PhantomData }
+    }
+
+    /// Columns `[k0, k0 + k)` of the same tokens: the right operand for [`Rows::columns`](crate::tensor::Rows::columns).
+    ///
+    /// `k0` is a multiple of 32, and `k` too unless the range ends at the last column: past other ranges' ends lie the next
+    /// columns' values, not zeros.
+    pub fn columns(&self, k0: usize, k: usize) -> Self {
+        debug_assert!(k0.is_multiple_of(32) && k0 + k <= self.k && (k.is_multiple_of(32) || k0 + k == self.k));
+        // SAFETY: inside the first panel.
+        let data = unsafe { self.data.add(panel_bytes(self.dtype, k0)) };
+        Self { data, k, ..*self }
     }
 
     /// Number of panels.
@@ -62,6 +75,6 @@ impl Panels<'_> {
     pub fn panel(&self, p: usize) -> *const u8 {
         debug_assert!(p < self.count());
         // SAFETY: inside the view, by its contract.
-        unsafe { self.data.add(p * panel_bytes(self.dtype, self.k)) }
+        unsafe { self.data.add(p * self.stride) }
     }
 }

@@ -107,6 +107,16 @@ impl<'a> Weights<'a> {
         Rows { dtype: self.dtype, data, k: self.k, n, stride: self.row_stride, life: PhantomData }
     }
 
+    /// Rows `row, row + step, …` (`n` of them) of one expert.
+    ///
+    /// # Panics
+    /// In debug builds, if they lie outside.
+    pub fn rows_apart(&self, expert: usize, row: usize, step: usize, n: usize) -> Rows<'a> {
+        debug_assert!(n == 0 || row + (n - 1) * step < self.n);
+        let first = self.rows(expert, row, n.min(1));
+        Rows { n, stride: step * self.row_stride, ..first }
+    }
+
     /// Bytes of one expert's rows.
     pub fn expert_bytes(&self) -> usize {
         self.dtype.row_bytes(self.k) * self.n
@@ -130,6 +140,14 @@ pub struct Rows<'a> {
 }
 
 impl Rows<'_> {
+    /// Columns `[k0, k0 + k)` of the same rows; `k0` is a multiple of the type's block.
+    pub fn columns(&self, k0: usize, k: usize) -> Self {
+        debug_assert!(k0.is_multiple_of(self.dtype.block()) && k0 + k <= self.k);
+        // SAFETY: inside the first row.
+        let data = unsafe { self.data.add(self.dtype.row_bytes(k0)) };
+        Self { data, k, ..*self }
+    }
+
     /// Address of row `i`.
     pub fn row(&self, i: usize) -> *const u8 {
         debug_assert!(i < self.n);
@@ -226,5 +244,8 @@ mod tests {
         let w = Weights::contiguous(DType::Bf16, &bytes, [4, 3, 2]);
         assert_eq!(w.rows(1, 2, 1).data as usize - bytes.as_ptr() as usize, (3 + 2) * 8);
         assert_eq!(w.rows(0, 1, 2).row(1) as usize - bytes.as_ptr() as usize, 16);
+        let apart = w.rows_apart(1, 0, 2, 2).columns(1, 3);
+        assert_eq!(apart.row(1) as usize - bytes.as_ptr() as usize, (3 + 2) * 8 + 2);
+        assert_eq!((apart.n, apart.k), (2, 3));
     }
 }

@@ -2,7 +2,59 @@
 
 use half::{bf16, f16};
 
+use super::Engine;
+use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{DType, Q8_0_BYTES, QK8_0, Rows};
+
+/// An engine of plain loops: each sum in f64, then rounded to f32. It runs on any x86-64 CPU and is far too slow for use.
+#[derive(Clone, Copy, Debug)]
+pub struct Reference;
+
+impl Engine for Reference {
+    type Session = ();
+
+    fn begin(self) {}
+
+    // SAFETY: contract of `Engine::product`.
+    unsafe fn product(self, (): &mut (), rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+        for p in 0..panels.count() {
+            for i in 0..rows.n {
+                for lane in 0..PANEL {
+                    let term = |k| {
+                        // SAFETY: row, panel and k lie inside the views.
+                        let (w, x) = unsafe {
+                            (element(rows.dtype, rows.row(i), k), panel_element(panels.dtype, panels.panel(p), k, lane))
+                        };
+                        f64::from(w) * f64::from(x)
+                    };
+                    let sum: f64 = (0..rows.k).map(term).sum();
+                    // SAFETY: the caller's C block.
+                    let c = unsafe { &mut *c.add((p * rows.n + i) * PANEL + lane) };
+                    *c = if add { (f64::from(*c) + sum) as f32 } else { sum as f32 };
+                }
+            }
+        }
+    }
+}
+
+/// Element `k` of token `lane` of a panel for weights of `dtype` (see [`crate::pack`]).
+///
+/// # Safety
+/// `panel` is a readable panel of more than `k` columns; `lane` is below [`PANEL`].
+// SAFETY: contract above.
+pub unsafe fn panel_element(dtype: DType, panel: *const u8, k: usize, lane: usize) -> f32 {
+    // SAFETY: inside the panel, by the contract.
+    unsafe {
+        match dtype {
+            DType::Q8_0 => {
+                let block = panel.add(k / QK8_0 * Q8_PANEL_BLOCK);
+                let scale = block.add(QK8_0 * PANEL + lane * 4).cast::<f32>().read();
+                scale * f32::from(block.add(k % QK8_0 / 4 * 64 + lane * 4 + k % 4).cast::<i8>().read())
+            }
+            _ => panel.add(k / 2 * 64 + lane * 4 + k % 2 * 2).cast::<bf16>().read().to_f32(),
+        }
+    }
+}
 
 /// Element `i` of a row of `dtype` at `row`, exactly.
 ///
