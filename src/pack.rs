@@ -5,10 +5,12 @@
 //!
 //! * BF16: for each pair of k, 16 tokens x 2 values = 64 bytes. K is padded with zeros to a multiple of 32.
 //! * INT8: for each block of 32 k, eight groups of 4 k (16 tokens x 4 signed bytes = 64 bytes each), then the 16 tokens'
-//!   scales of this block as f32 (64 bytes): 576 bytes a block. The quants are those of ggml's `quantize_row_q8_0`: the scale
-//!   is `max|x| / 127` rounded to f16, the quant is `round(x * 127 / max|x|)`.
+//!   scales of this block as f32 (64 bytes), then for each token `-128 * (sum of its 32 quants)` as i32 (64 bytes; where VNNI
+//!   takes `w + 128` for its unsigned operand, a sum starts there): 640 bytes a block. The quants are those of ggml's
+//!   `quantize_row_q8_0` on x86: the scale is `max|x| / 127` rounded to f16, the quant is `x * (127 / max|x|)` rounded to even.
 //!
-//! Lanes past the last token hold zeros. The panels of an expert follow each other without a gap.
+//! Lanes past the last token hold zeros. The panels of an expert follow each other without a gap. An engine may want the last
+//! few tokens of an expert not as panel lanes but as plain rows ([`TokenRows`]): they follow the panels.
 
 use std::marker::PhantomData;
 
@@ -16,14 +18,75 @@ use crate::tensor::{DType, QK8_0};
 
 /// Tokens of a panel: the columns of an AMX tile of f32 and the lanes of an AVX-512 vector of f32.
 pub const PANEL: usize = 16;
-/// Bytes of an INT8 panel for 32 k: the quants and the scales.
-pub const Q8_PANEL_BLOCK: usize = QK8_0 * PANEL + PANEL * 4;
+/// Bytes of an INT8 panel for 32 k: the quants, the scales, the starts of the sums.
+pub const Q8_PANEL_BLOCK: usize = QK8_0 * PANEL + 2 * PANEL * 4;
+/// Bytes of an INT8 token row for 64 k: 64 quants; 16 starts of sums (i32, `-128 * (sum of 4 quants)`); 16 scales (f32,
+/// eight times that of the first 32 k, then of the second).
+pub const Q8_ROW_BLOCK: usize = 3 * 64;
 
 /// Bytes of one panel for weights of `dtype` with `k` columns.
 pub const fn panel_bytes(dtype: DType, k: usize) -> usize {
     match dtype {
         DType::Q8_0 => k / QK8_0 * Q8_PANEL_BLOCK,
         _ => k.next_multiple_of(32) * PANEL * 2,
+    }
+}
+
+/// Bytes of one token row for weights of `dtype` with `k` columns: a multiple of 64.
+pub const fn token_row_bytes(dtype: DType, k: usize) -> usize {
+    match dtype {
+        DType::Q8_0 => k.div_ceil(64) * Q8_ROW_BLOCK,
+        _ => k.next_multiple_of(32) * 2,
+    }
+}
+
+/// How the tokens of one expert are packed: panels first, then rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packing {
+    /// What the weights are: BF16 or Q8_0.
+    pub dtype: DType,
+    /// Columns of the weights.
+    pub k: usize,
+    /// Tokens that are lanes of panels.
+    pub lanes: usize,
+    /// Tokens that are rows; they come after those in panels.
+    pub rows: usize,
+}
+
+impl Packing {
+    /// `tokens` tokens, the last `rows` of them as rows.
+    pub const fn new(dtype: DType, k: usize, tokens: usize, rows: usize) -> Self {
+        Self { dtype, k, lanes: tokens - rows, rows }
+    }
+
+    /// Number of panels.
+    pub const fn panels(&self) -> usize {
+        self.lanes.div_ceil(PANEL)
+    }
+
+    /// Number of tokens.
+    pub const fn tokens(&self) -> usize {
+        self.lanes + self.rows
+    }
+
+    /// Bytes of all of it, a multiple of 64.
+    pub const fn bytes(&self) -> usize {
+        self.rows_offset() + self.rows * token_row_bytes(self.dtype, self.k)
+    }
+
+    /// Bytes before the first row.
+    pub const fn rows_offset(&self) -> usize {
+        self.panels() * panel_bytes(self.dtype, self.k)
+    }
+
+    /// f32 of the C block of `n` weight rows: `[panel][n][16 lanes]`, then `[token row][n rounded up to 16]`.
+    pub const fn c_len(&self, n: usize) -> usize {
+        self.c_rows_offset(n) + self.rows * n.next_multiple_of(PANEL)
+    }
+
+    /// f32 before the first token row's part of a C block of `n` weight rows.
+    pub const fn c_rows_offset(&self, n: usize) -> usize {
+        self.panels() * n * PANEL
     }
 }
 
@@ -76,5 +139,40 @@ impl Panels<'_> {
         debug_assert!(p < self.count());
         // SAFETY: inside the view, by its contract.
         unsafe { self.data.add(p * self.stride) }
+    }
+}
+
+/// The right operand of the dot form: tokens as rows in k, 64-byte aligned.
+///
+/// BF16: k values, zeros up to a multiple of 32. INT8: [`Q8_ROW_BLOCK`] bytes for each 64 k, zeros past the end.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenRows<'a> {
+    /// What the weights are: BF16 or Q8_0.
+    pub dtype: DType,
+    /// Address of the first row.
+    pub data: *const u8,
+    /// Columns of the weights.
+    pub k: usize,
+    /// Tokens, at least one.
+    pub tokens: usize,
+    life: PhantomData<&'a [u8]>,
+}
+
+impl TokenRows<'_> {
+    /// A view of packed tokens.
+    ///
+    /// # Safety
+    /// `tokens * token_row_bytes(dtype, k)` bytes at `data` (64-byte aligned) are readable for the view's lifetime.
+    // SAFETY: contract above.
+    pub unsafe fn from_raw(dtype: DType, data: *const u8, k: usize, tokens: usize) -> Self {
+        debug_assert!(data.addr().is_multiple_of(64) && tokens > 0);
+        Self { dtype, data, k, tokens, life: PhantomData }
+    }
+
+    /// Address of token row `t`.
+    pub fn row(&self, t: usize) -> *const u8 {
+        debug_assert!(t < self.tokens);
+        // SAFETY: inside the view, by its contract.
+        unsafe { self.data.add(t * token_row_bytes(self.dtype, self.k)) }
     }
 }

@@ -104,7 +104,8 @@ impl<'a> Weights<'a> {
         let offset = expert * self.expert_stride + row * self.row_stride;
         // SAFETY: inside the view, by its contract.
         let data = unsafe { self.data.add(offset) };
-        Rows { dtype: self.dtype, data, k: self.k, n, stride: self.row_stride, life: PhantomData }
+        let next = data.wrapping_add(n * self.row_stride);
+        Rows { dtype: self.dtype, data, k: self.k, n, stride: self.row_stride, next, life: PhantomData }
     }
 
     /// Rows `row, row + step, …` (`n` of them) of one expert.
@@ -136,6 +137,9 @@ pub struct Rows<'a> {
     pub n: usize,
     /// Bytes from a row to the next.
     pub stride: usize,
+    /// What this thread reads after this block, as far as it knows: a kernel may prefetch from here on. Only a hint; it may
+    /// lie anywhere.
+    pub next: *const u8,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -146,6 +150,11 @@ impl Rows<'_> {
         // SAFETY: inside the first row.
         let data = unsafe { self.data.add(self.dtype.row_bytes(k0)) };
         Self { data, k, ..*self }
+    }
+
+    /// The same rows, with the address that this thread reads next.
+    pub fn then(self, next: *const u8) -> Self {
+        Self { next, ..self }
     }
 
     /// Address of row `i`.

@@ -8,7 +8,7 @@ pub mod avx512;
 pub mod reference;
 
 use crate::pack::Panels;
-use crate::tensor::Rows;
+use crate::tensor::{DType, Rows};
 
 /// Something that multiplies weight rows with panels.
 pub trait Engine: Copy + Send + Sync {
@@ -17,6 +17,12 @@ pub trait Engine: Copy + Send + Sync {
 
     /// Starts a run of products on this thread.
     fn begin(self) -> Self::Session;
+
+    /// How many of an expert's `tokens` tokens (the last ones) are better multiplied as rows, by the dot form of
+    /// [`avx512`], than as lanes of panels. The same for any number of threads.
+    fn dot_tokens(self, _dtype: DType, _tokens: usize) -> usize {
+        0
+    }
 
     /// `c[(panel * rows.n + row) * 16 + lane] (+)= sum over k of w[row][k] * x[k][panel][lane]`, in f32.
     ///

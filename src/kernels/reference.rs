@@ -77,12 +77,11 @@ pub unsafe fn element(dtype: DType, row: *const u8, i: usize) -> f32 {
     }
 }
 
-/// The scale (rounded to f16) and quants of one block of 32 activations, as ggml's `quantize_row_q8_0` makes them.
+/// The scale (rounded to f16) and quants of one block of 32 activations, as ggml's `quantize_row_q8_0` makes them on x86.
 pub fn quantize_q8_0(x: &[f32; QK8_0]) -> (f32, [i8; QK8_0]) {
     let max = x.iter().fold(0f32, |m, v| m.max(v.abs()));
-    let scale = max / 127.0;
-    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-    (f16::from_f32(scale).to_f32(), x.map(|v| (v * inverse).round() as i8))
+    let inverse = if max == 0.0 { 0.0 } else { 127.0 / max };
+    (f16::from_f32(max / 127.0).to_f32(), x.map(|v| (v * inverse).round_ties_even() as i8))
 }
 
 /// An activation row as the products see it: rounded to BF16, or quantised per 32 and scaled back.
