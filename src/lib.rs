@@ -18,3 +18,5 @@ pub mod numa;
 pub mod pack;
 pub mod team;
 pub mod tensor;
+#[cfg(test)]
+mod testing;

@@ -40,55 +40,8 @@ pub const fn token_row_bytes(dtype: DType, k: usize) -> usize {
     }
 }
 
-/// How the tokens of one expert are packed: panels first, then rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Packing {
-    /// What the weights are: BF16 or Q8_0.
-    pub dtype: DType,
-    /// Columns of the weights.
-    pub k: usize,
-    /// Tokens that are lanes of panels.
-    pub lanes: usize,
-    /// Tokens that are rows; they come after those in panels.
-    pub rows: usize,
-}
-
-impl Packing {
-    /// `tokens` tokens, the last `rows` of them as rows.
-    pub const fn new(dtype: DType, k: usize, tokens: usize, rows: usize) -> Self {
-        Self { dtype, k, lanes: tokens - rows, rows }
-    }
-
-    /// Number of panels.
-    pub const fn panels(&self) -> usize {
-        self.lanes.div_ceil(PANEL)
-    }
-
-    /// Number of tokens.
-    pub const fn tokens(&self) -> usize {
-        self.lanes + self.rows
-    }
-
-    /// Bytes of all of it, a multiple of 64.
-    pub const fn bytes(&self) -> usize {
-        self.rows_offset() + self.rows * token_row_bytes(self.dtype, self.k)
-    }
-
-    /// Bytes before the first row.
-    pub const fn rows_offset(&self) -> usize {
-        self.panels() * panel_bytes(self.dtype, self.k)
-    }
-
-    /// f32 of the C block of `n` weight rows: `[panel][n][16 lanes]`, then `[token row][n rounded up to 16]`.
-    pub const fn c_len(&self, n: usize) -> usize {
-        self.c_rows_offset(n) + self.rows * n.next_multiple_of(PANEL)
-    }
-
-    /// f32 before the first token row's part of a C block of `n` weight rows.
-    pub const fn c_rows_offset(&self, n: usize) -> usize {
-        self.panels() * n * PANEL
-    }
-}
+/// The most tokens of an expert that may be packed as rows.
+pub const MAX_TOKEN_ROWS: usize = 31;
 
 /// The right operand of a product: `tokens` tokens in `tokens.div_ceil(16)` panels, 64-byte aligned.
 #[derive(Clone, Copy, Debug)]

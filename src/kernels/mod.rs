@@ -19,7 +19,8 @@ pub trait Engine: Copy + Send + Sync {
     fn begin(self) -> Self::Session;
 
     /// How many of an expert's `tokens` tokens (the last ones) are better multiplied as rows, by the dot form of
-    /// [`avx512`], than as lanes of panels. The same for any number of threads.
+    /// [`avx512`], than as lanes of panels; at most
+    /// [`MAX_TOKEN_ROWS`](crate::pack::MAX_TOKEN_ROWS).
     fn dot_tokens(self, _dtype: DType, _tokens: usize) -> usize {
         0
     }

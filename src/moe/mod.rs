@@ -1,1 +1,61 @@
-//! The expert FFN: routing and the three products as one pipeline.
+//! The expert FFN: routing and the products as pipelines over a team of threads. Knows nothing of ggml.
+
+mod blocks;
+mod gather;
+mod matmul;
+pub mod routing;
+
+use std::fmt;
+
+pub use matmul::MulMatId;
+pub use routing::{Ids, Routing};
+
+/// Why an operation did not run. Nothing was written then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpError {
+    /// An expert id lies outside `[0, n_expert)`.
+    ExpertId {
+        /// The id as it was read.
+        id: i32,
+        /// Its place among the token's experts.
+        slot: usize,
+        /// Its token.
+        token: usize,
+    },
+}
+
+impl fmt::Display for OpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ExpertId { id, slot, token } => {
+                write!(f, "expert id {id} (token {token}, slot {slot}) is out of range")
+            }
+        }
+    }
+}
+
+impl std::error::Error for OpError {}
+
+/// Cuts typed, 64-byte aligned pieces off scratch memory; made from no memory, it only counts the bytes.
+#[derive(Clone, Copy, Debug)]
+struct Carver {
+    base: *mut u8,
+    used: usize,
+}
+
+impl Carver {
+    fn new(base: *mut u8) -> Self {
+        debug_assert!(base.addr().is_multiple_of(64));
+        Self { base, used: 0 }
+    }
+
+    /// Room for `n` values of `T`; uninitialised.
+    fn take<T>(&mut self, n: usize) -> *mut T {
+        let at = self.base.wrapping_add(self.used);
+        self.used += (n * size_of::<T>()).next_multiple_of(64);
+        at.cast()
+    }
+}
+
+#[cfg(test)]
+mod tests;

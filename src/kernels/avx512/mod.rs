@@ -1,1 +1,83 @@
-//! Kernels of the avx512 engine.
+//! Kernels of the AVX-512 engine: BF16 products by `vdpbf16ps`, INT8 products by `vpdpbusd`.
+//!
+//! Two forms. The *panel form* ([`Engine::product`]) has tokens in the lanes and broadcasts pairs (or fours) of weights: no
+//! horizontal sums, full use of the units where 16 tokens or more share an expert. The *dot form* ([`dots`]) has k in the
+//! lanes of weights and tokens alike: a load of 64 bytes of weights serves each token once, no lane is empty, and one
+//! horizontal sum ends each row: for a few tokens, where reading the weights takes the time.
+
+mod bf16;
+pub mod pack;
+pub mod store;
+pub(crate) mod transpose;
+
+use super::Engine;
+use crate::isa::Avx512;
+use crate::pack::{Panels, TokenRows};
+use crate::tensor::{DType, Rows};
+
+/// What lies ahead of the row in hand in the order in which this thread reads: where to prefetch.
+#[derive(Clone, Copy)]
+struct Ahead {
+    end: *const u8,
+    next: *const u8,
+}
+
+/// How far ahead of the rows in hand to prefetch: enough for the latency of memory at one core's share of its bandwidth.
+const AHEAD: usize = 8 << 10;
+
+impl Ahead {
+    fn of(rows: &Rows<'_>) -> Self {
+        Self { end: rows.data.wrapping_add(rows.n * rows.stride), next: rows.next }
+    }
+
+    /// Where to prefetch while the rows at `at` are in hand.
+    fn from(self, at: *const u8) -> *const u8 {
+        let ahead = at.wrapping_add(AHEAD);
+        if ahead < self.end { ahead } else { self.next.wrapping_add(ahead.addr() - self.end.addr()) }
+    }
+}
+
+impl Engine for Avx512 {
+    type Session = ();
+
+    fn begin(self) {}
+
+    fn dot_tokens(self, _dtype: DType, tokens: usize) -> usize {
+        tokens % crate::pack::PANEL
+    }
+
+    // SAFETY: contract of `Engine::product`.
+    unsafe fn product(self, (): &mut (), rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+        debug_assert!(rows.dtype == panels.dtype && rows.k == panels.k);
+        match rows.dtype {
+            // SAFETY: `self` proves the features; the rest is the caller's promise.
+            DType::Bf16 => unsafe { bf16::panels(rows, panels, c, add) },
+            other => unreachable!("no panel product for {other:?}"),
+        }
+    }
+}
+
+/// The dot form: `y[token * ld + row] = sum over k of w[row][k] * x[token][k]`, in f32.
+///
+/// Nothing outside the rows' own bytes is read. A row's result does not depend on the other rows of the block.
+///
+/// # Safety
+/// `rows` and `xs` are as their types promise and agree in `dtype` and `k`; `y` is writable for `xs.tokens` rows of
+/// `rows.n` f32 that are `ld` f32 apart.
+// SAFETY: contract above.
+pub unsafe fn dots(_proof: Avx512, rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
+    debug_assert!(rows.dtype == xs.dtype && rows.k == xs.k);
+    match rows.dtype {
+        // SAFETY: the token proves the features; the rest is the caller's promise.
+        DType::Bf16 => unsafe { bf16::dots(rows, xs, y, ld) },
+        other => unreachable!("no dot product for {other:?}"),
+    }
+}
+
+/// Sizes of the next group when `left` items are done in groups of at most `most`, as even as can be.
+fn even_group(left: usize, most: usize) -> usize {
+    left.div_ceil(left.div_ceil(most))
+}
+
+#[cfg(test)]
+mod tests;

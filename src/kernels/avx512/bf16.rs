@@ -1,0 +1,243 @@
+//! BF16 weights in place times BF16 tokens, in f32 by `vdpbf16ps`.
+//!
+//! `vdpbf16ps` adds the products of a pair of k to each f32 lane, treats denormals as zero and rounds to even (SDM vol. 2C).
+
+#![expect(clippy::needless_range_loop, reason = "register blocks are indexed by row, panel and token")]
+
+use std::arch::x86_64::*;
+
+use super::{Ahead, even_group};
+use crate::kernels::avx512::transpose::sums4;
+use crate::pack::{PANEL, Panels, TokenRows, token_row_bytes};
+use crate::tensor::Rows;
+
+/// Columns for which the panels of a register block stay in the L1 cache while the rows go by: 3 panels of 8 KiB.
+const K_BLOCK: usize = 256;
+/// Panels of a register block.
+const BLOCK_PANELS: usize = 3;
+/// Token rows of a register block of the dot form.
+const BLOCK_TOKENS: usize = 6;
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn bh(v: __m512i) -> __m512bh {
+    // SAFETY: both are 64 bytes of plain data.
+    unsafe { std::mem::transmute(v) }
+}
+
+/// The panel form (see [`super::super::Engine::product`]).
+///
+/// # Safety
+/// As `Engine::product`, on a CPU with the features.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+    let count = panels.count();
+    let mut p = 0;
+    while p < count {
+        let group = even_group(count - p, BLOCK_PANELS);
+        // With one group the rows stream past once: whole rows, in the order of memory. Else the group's columns stay in L1.
+        let k_block = if count <= BLOCK_PANELS { rows.k } else { K_BLOCK };
+        let mut k0 = 0;
+        while k0 < rows.k || k0 == 0 {
+            let k = k_block.min(rows.k - k0);
+            let part = Block {
+                w: rows.columns(k0, k),
+                // SAFETY: panel p and column k0 (a multiple of 32) lie inside.
+                x: unsafe { panels.panel(p).add(k0 / 2 * 4 * PANEL) },
+                x_stride: panels.stride,
+                // SAFETY: the caller's C block has room for all panels.
+                c: unsafe { c.add(p * rows.n * PANEL) },
+                add: add || k0 > 0,
+            };
+            // SAFETY: the group's panels, rows and C lie inside the caller's.
+            unsafe {
+                match group {
+                    1 => part.run::<12, 1>(),
+                    2 => part.run::<8, 2>(),
+                    _ => part.run::<8, 3>(),
+                }
+            }
+            k0 += k.max(1);
+        }
+        p += group;
+    }
+}
+
+/// Some columns of a block of rows times up to three panels.
+struct Block<'a> {
+    w: Rows<'a>,
+    x: *const u8,
+    x_stride: usize,
+    c: *mut f32,
+    add: bool,
+}
+
+impl Block<'_> {
+    /// All rows, `R` at a time, and the rest one by one.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    // SAFETY: as `panels`.
+    unsafe fn run<const R: usize, const P: usize>(&self) {
+        let mut i = 0;
+        // SAFETY: rows below w.n.
+        unsafe {
+            while i + R <= self.w.n {
+                self.rows::<R, P>(i);
+                i += R;
+            }
+            while i + 4 <= self.w.n {
+                self.rows::<4, P>(i);
+                i += 4;
+            }
+            while i < self.w.n {
+                self.rows::<1, P>(i);
+                i += 1;
+            }
+        }
+    }
+
+    /// Rows `[i, i + R)` times `P` panels: R x P sums in registers.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    // SAFETY: as `panels`.
+    unsafe fn rows<const R: usize, const P: usize>(&self, i: usize) {
+        let (n, k) = (self.w.n, self.w.k);
+        let w: [*const u8; R] = std::array::from_fn(|r| self.w.row(i + r));
+        // SAFETY: C rows i .. i + R of P panels.
+        let c = |r: usize, p: usize| unsafe { self.c.add((p * n + i + r) * PANEL) };
+        let mut acc = [[_mm512_setzero_ps(); P]; R];
+        if self.add {
+            for r in 0..R {
+                for p in 0..P {
+                    // SAFETY: as above.
+                    acc[r][p] = unsafe { _mm512_load_ps(c(r, p)) };
+                }
+            }
+        }
+        let mut ahead = Ahead::of(&self.w).from(w[0]);
+        let mut x = self.x;
+        // SAFETY: panels hold k rounded up to 32; weights are read pair by pair, up to k.
+        unsafe {
+            let step = |x: *const u8, pair: [__m512bh; R], acc: &mut [[__m512; P]; R]| {
+                let panel: [__m512bh; P] =
+                    std::array::from_fn(|p| bh(_mm512_load_si512(x.add(p * self.x_stride).cast())));
+                for r in 0..R {
+                    for p in 0..P {
+                        acc[r][p] = _mm512_dpbf16_ps(acc[r][p], panel[p], pair[r]);
+                    }
+                }
+            };
+            for j in 0..k / 8 {
+                for q in 0..R / 4 {
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(q * 64).cast());
+                }
+                ahead = ahead.wrapping_add(R / 4 * 64);
+                for u in 0..4 {
+                    let pair = |r: usize| w[r].add(j * 16 + u * 4).cast::<i32>().read_unaligned();
+                    step(x.add(u * 64), std::array::from_fn(|r| bh(_mm512_set1_epi32(pair(r)))), &mut acc);
+                }
+                x = x.add(256);
+            }
+            for j in k / 8 * 4..k / 2 {
+                let pair = |r: usize| w[r].add(j * 4).cast::<i32>().read_unaligned();
+                step(x, std::array::from_fn(|r| bh(_mm512_set1_epi32(pair(r)))), &mut acc);
+                x = x.add(64);
+            }
+            if k % 2 == 1 {
+                let last = |r: usize| i32::from(w[r].add((k - 1) * 2).cast::<u16>().read_unaligned());
+                step(x, std::array::from_fn(|r| bh(_mm512_set1_epi32(last(r)))), &mut acc);
+            }
+        }
+        for r in 0..R {
+            for p in 0..P {
+                // SAFETY: as above.
+                unsafe { _mm512_store_ps(c(r, p), acc[r][p]) };
+            }
+        }
+    }
+}
+
+/// The dot form (see [`super::dots`]).
+///
+/// # Safety
+/// As [`super::dots`], on a CPU with the features.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
+    let mut i = 0;
+    while i < rows.n {
+        let n = if i + 4 <= rows.n { 4 } else { 1 };
+        let mut t = 0;
+        while t < xs.tokens {
+            let group = even_group(xs.tokens - t, BLOCK_TOKENS);
+            let x = xs.row(t);
+            // SAFETY: row i and token t of the caller's y.
+            let y = unsafe { y.add(t * ld + i) };
+            // SAFETY: rows i .. i + n and tokens t .. t + group lie inside.
+            unsafe {
+                match (n, group) {
+                    (4, 1) => dot::<4, 1>(rows, i, x, y, ld),
+                    (4, 2) => dot::<4, 2>(rows, i, x, y, ld),
+                    (4, 3) => dot::<4, 3>(rows, i, x, y, ld),
+                    (4, 4) => dot::<4, 4>(rows, i, x, y, ld),
+                    (4, 5) => dot::<4, 5>(rows, i, x, y, ld),
+                    (4, _) => dot::<4, 6>(rows, i, x, y, ld),
+                    (_, 1) => dot::<1, 1>(rows, i, x, y, ld),
+                    (_, 2) => dot::<1, 2>(rows, i, x, y, ld),
+                    (_, 3) => dot::<1, 3>(rows, i, x, y, ld),
+                    (_, 4) => dot::<1, 4>(rows, i, x, y, ld),
+                    (_, 5) => dot::<1, 5>(rows, i, x, y, ld),
+                    _ => dot::<1, 6>(rows, i, x, y, ld),
+                }
+            }
+            t += group;
+        }
+        i += n;
+    }
+}
+
+/// Rows `[i, i + R)` (R is 4 or 1) times `T` token rows.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+// SAFETY: as `dots`.
+unsafe fn dot<const R: usize, const T: usize>(rows: Rows<'_>, i: usize, x: *const u8, y: *mut f32, ld: usize) {
+    let k = rows.k;
+    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let x_stride = token_row_bytes(rows.dtype, k);
+    let mut acc = [[_mm512_setzero_ps(); T]; R];
+    let mut ahead = Ahead::of(&rows).from(w[0]);
+    // SAFETY: whole vectors below k, then the last elements under a mask; token rows are padded with zeros.
+    unsafe {
+        let step = |j: usize, w: [__m512bh; R], acc: &mut [[__m512; T]; R]| {
+            for t in 0..T {
+                let x = bh(_mm512_load_si512(x.add(t * x_stride + j * 64).cast()));
+                for r in 0..R {
+                    acc[r][t] = _mm512_dpbf16_ps(acc[r][t], w[r], x);
+                }
+            }
+        };
+        for j in 0..k / 32 {
+            for r in 0..R {
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(r * 64).cast());
+            }
+            ahead = ahead.wrapping_add(R * 64);
+            step(j, std::array::from_fn(|r| bh(_mm512_loadu_si512(w[r].add(j * 64).cast()))), &mut acc);
+        }
+        if !k.is_multiple_of(32) {
+            let mask = (1u32 << (k % 32)) - 1;
+            let last = |r: usize| bh(_mm512_maskz_loadu_epi16(mask, w[r].add(k / 32 * 64).cast()));
+            step(k / 32, std::array::from_fn(last), &mut acc);
+        }
+    }
+    for t in 0..T {
+        let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
+        // SAFETY: R sums of token t.
+        unsafe {
+            match R {
+                4 => _mm_storeu_ps(y.add(t * ld), sums),
+                _ => _mm_store_ss(y.add(t * ld), sums),
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Packed tokens of all experts, and transform (a) that fills them: gather, convert, write panels and token rows.
+
+use super::Carver;
+use super::routing::{Active, Pair, Routing};
+use crate::isa::Avx512;
+use crate::kernels::avx512::pack;
+use crate::pack::{MAX_TOKEN_ROWS, PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
+use crate::team::Worker;
+use crate::tensor::{DType, View};
+
+/// The packed tokens of all active experts: all panels, then all token rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed {
+    dtype: DType,
+    k: usize,
+    panels: *mut u8,
+    rows: *mut u8,
+}
+
+impl Packed {
+    /// Takes room for any routing of `pairs` pairs over `experts` experts.
+    pub fn carve(carver: &mut Carver, dtype: DType, k: usize, pairs: usize, experts: usize) -> Self {
+        let active = pairs.min(experts);
+        let panels = carver.take((pairs / PANEL + active) * panel_bytes(dtype, k));
+        let rows = carver.take(pairs.min(active * MAX_TOKEN_ROWS) * token_row_bytes(dtype, k));
+        Self { dtype, k, panels, rows }
+    }
+
+    /// Address of an expert's panel `p`.
+    pub fn panel(&self, a: &Active, p: usize) -> *mut u8 {
+        self.panels.wrapping_add((a.panels_before + p) * panel_bytes(self.dtype, self.k))
+    }
+
+    /// Address of an expert's token row `j`.
+    pub fn row(&self, a: &Active, j: usize) -> *mut u8 {
+        self.rows.wrapping_add((a.rows_before + j) * token_row_bytes(self.dtype, self.k))
+    }
+
+    /// Panels `[p, p + n)` of an expert.
+    ///
+    /// # Safety
+    /// They were written, and nobody writes them during `'a`.
+    // SAFETY: contract above.
+    pub unsafe fn panels<'a>(&self, a: &Active, p: usize, n: usize) -> Panels<'a> {
+        let tokens = (n * PANEL).min(a.lanes() - p * PANEL);
+        // SAFETY: the caller's promise; the area has room for all panels of the routing.
+        unsafe { Panels::from_raw(self.dtype, self.panel(a, p), self.k, tokens) }
+    }
+
+    /// The token rows of an expert that has some.
+    ///
+    /// # Safety
+    /// As [`Packed::panels`].
+    // SAFETY: contract above.
+    pub unsafe fn rows<'a>(&self, a: &Active) -> TokenRows<'a> {
+        // SAFETY: as above.
+        unsafe { TokenRows::from_raw(self.dtype, self.row(a, 0), self.k, a.rows) }
+    }
+}
+
+/// Address of a pair's activations: `x` is `[k][slots][tokens]`, a slot past the last is taken modulo, as ggml does.
+pub fn source(x: &View<'_>, pair: Pair) -> *const f32 {
+    x.row(pair.slot as usize % x.ne[1], pair.token as usize, 0).cast()
+}
+
+/// Packs this worker's share of the pairs: those panels and rows whose first pair is in the share.
+///
+/// # Safety
+/// `x` has `packed.k` columns of f32 and the routing's tokens; `packed` was carved for at least this routing; the team's
+/// workers all call this with the same routing.
+// SAFETY: contract above.
+pub unsafe fn gather(proof: Avx512, w: &Worker<'_>, routing: &Routing<'_>, x: &View<'_>, packed: &Packed) {
+    let share = w.share(routing.pairs.len());
+    let (dtype, k) = (packed.dtype, packed.k);
+    for a in routing.active {
+        if a.first + a.count <= share.start {
+            continue;
+        }
+        if a.first >= share.end {
+            break;
+        }
+        let (lanes, rows) = routing.of(a).split_at(a.lanes());
+        for (p, tokens) in lanes.chunks(PANEL).enumerate() {
+            if share.contains(&(a.first + p * PANEL)) {
+                let mut addresses = [std::ptr::null(); PANEL];
+                addresses.iter_mut().zip(tokens).for_each(|(a, &pair)| *a = source(x, pair));
+                // SAFETY: rows of x; the panel is inside the area and only this worker's.
+                unsafe { pack::panel(proof, dtype, k, &addresses[..tokens.len()], packed.panel(a, p)) };
+            }
+        }
+        for (j, &pair) in rows.iter().enumerate() {
+            if share.contains(&(a.first + lanes.len() + j)) {
+                // SAFETY: as above.
+                unsafe { pack::token_row(proof, dtype, k, source(x, pair), packed.row(a, j)) };
+            }
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Memory and random values for tests.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+
+use half::{bf16, f16};
+
+use crate::tensor::{DType, QK8_0};
+
+/// Zeroed memory, 64-byte aligned.
+pub struct Aligned {
+    ptr: *mut u8,
+    layout: Layout,
+}
+
+// SAFETY: plain memory; who shares the address sees to its use.
+unsafe impl Sync for Aligned {}
+
+impl Aligned {
+    pub fn new(bytes: usize) -> Self {
+        let layout = Layout::from_size_align(bytes.max(64), 64).unwrap();
+        // SAFETY: the size is not zero.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        if ptr.is_null() {
+            handle_alloc_error(layout);
+        }
+        Self { ptr, layout }
+    }
+
+    pub fn ptr(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    pub fn f32(&self) -> &[f32] {
+        // SAFETY: zeroed at first, so initialised; aligned; lives as long as self.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.layout.size() / 4) }
+    }
+}
+
+impl Drop for Aligned {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.ptr, self.layout) }
+    }
+}
+
+/// Bytes that end where an unreadable page begins: a read past their end is a crash.
+pub struct Guarded {
+    map: *mut u8,
+    map_len: usize,
+    start: usize,
+    len: usize,
+}
+
+// SAFETY: read-only after `new`.
+unsafe impl Sync for Guarded {}
+
+impl Guarded {
+    pub fn new(bytes: &[u8]) -> Self {
+        // SAFETY: an anonymous mapping, then its last page made unreadable, then a copy in front of that page.
+        unsafe {
+            let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+            let data = bytes.len().next_multiple_of(page);
+            let map_len = data + page;
+            let map = libc::mmap(
+                std::ptr::null_mut(),
+                map_len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_ne!(map, libc::MAP_FAILED);
+            let map = map.cast::<u8>();
+            assert_eq!(libc::mprotect(map.add(data).cast(), page, libc::PROT_NONE), 0);
+            map.add(data - bytes.len()).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+            Self { map, map_len, start: data - bytes.len(), len: bytes.len() }
+        }
+    }
+}
+
+impl std::ops::Deref for Guarded {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the copy made by `new`.
+        unsafe { std::slice::from_raw_parts(self.map.add(self.start), self.len) }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`.
+        unsafe { libc::munmap(self.map.cast(), self.map_len) };
+    }
+}
+
+/// Random numbers, good enough for tests and always the same (splitmix64).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// In [-1, 1).
+    pub fn f32(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
+    }
+
+    pub fn vec(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.f32()).collect()
+    }
+
+    /// Weights of `dtype`, contiguous: BF16 values, or Q8_0 blocks with all quants from -128 to 127.
+    pub fn weights(&mut self, dtype: DType, elements: usize) -> Vec<u8> {
+        match dtype {
+            DType::Q8_0 => (0..elements / QK8_0)
+                .flat_map(|_| {
+                    let scale = f16::from_f32(self.f32() * 0.01).to_le_bytes();
+                    scale
+                        .into_iter()
+                        .chain(std::array::from_fn::<u8, QK8_0, _>(|_| self.bits() as u8))
+                        .collect::<Vec<_>>()
+                })
+                .collect(),
+            _ => (0..elements).flat_map(|_| bf16::from_f32(self.f32()).to_le_bytes()).collect(),
+        }
+    }
+}
