@@ -1,1 +1,14 @@
-//! NUMA: which node holds which page, and who computes what (paper section 5).
+//! NUMA: each node's threads compute on the weight pages that node holds (paper section 5; DESIGN section 5).
+//!
+//! Nothing is bound, moved or allocated on a node: it is found out where the pages are, and work follows them.
+//!
+//! * [`topology`]: nodes, their CPUs and distances. [`placement`]: the node of each page of a tensor, from the kernel.
+//! * [`period`]: whether a placement repeats. [`plan`]: from placement to blocks of rows and ranges of columns, by node.
+
+pub mod period;
+pub mod placement;
+pub mod plan;
+pub mod topology;
+
+/// A node's number as the kernel counts: `nodeN` below `/sys/devices/system/node`.
+pub type NodeId = u16;
