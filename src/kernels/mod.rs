@@ -27,8 +27,8 @@ pub trait Engine: Copy + Send + Sync {
 
     /// `c[(panel * rows.n + row) * 16 + lane] (+)= sum over k of w[row][k] * x[k][panel][lane]`, in f32.
     ///
-    /// With `add` the block is added to, else overwritten. Lanes past the last token get unspecified finite or zero
-    /// values. BF16 weights take BF16 panels, Q8_0 weights take INT8 panels of the same k. Nothing outside the rows'
+    /// With `add` the block is added to, else overwritten. Lanes past the last token get unspecified values (NaN where
+    /// a weight is Inf). BF16 weights take BF16 panels, Q8_0 weights take INT8 panels of the same k. Nothing outside the rows'
     /// own bytes is read, not even the next row's: `0 * Inf` would be NaN there.
     ///
     /// # Safety

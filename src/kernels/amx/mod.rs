@@ -1,1 +1,96 @@
-//! Kernels of the amx engine.
+//! AMX: weight rows, in place, are the left operand; panels of tokens are the right one (paper section 4.1; DESIGN 4).
+//!
+//! A tile of weights is 16 rows x 64 bytes (BF16) or x 32 bytes (Q8_0), loaded by the row stride. A tile of C is 16 rows x
+//! 16 tokens of f32 or i32; stored with a stride of 64 bytes it is a part of the C block as it stands.
+
+pub mod bf16;
+pub mod int8;
+pub mod tile;
+
+use std::arch::x86_64::_mm_prefetch;
+
+use super::Engine;
+use crate::isa::Amx;
+use crate::pack::Panels;
+use crate::tensor::{DType, Rows};
+
+/// Rows of a tile.
+const TILE: usize = 16;
+/// Bytes of a row of C in a tile and in a C block.
+const C_ROW: usize = 64;
+
+/// The AMX engine.
+#[derive(Clone, Copy, Debug)]
+pub struct AmxEngine(Amx);
+
+impl AmxEngine {
+    /// The engine of a CPU with AMX.
+    pub fn new(amx: Amx) -> Self {
+        Self(amx)
+    }
+}
+
+impl Engine for AmxEngine {
+    type Session = tile::Session;
+
+    fn begin(self) -> tile::Session {
+        tile::Session::begin(self.0)
+    }
+
+    // SAFETY: contract in the trait.
+    unsafe fn product(self, session: &mut tile::Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+        debug_assert!(rows.dtype == panels.dtype && rows.k == panels.k && c.addr().is_multiple_of(64));
+        match rows.dtype {
+            // SAFETY: the caller's contract.
+            DType::Bf16 => unsafe { bf16::product(self.0, session, rows, panels, c, add) },
+            // SAFETY: the caller's contract.
+            DType::Q8_0 => unsafe { int8::product(self.0, session, rows, panels, c, add) },
+            other => unreachable!("no AMX product for {other:?}"),
+        }
+    }
+}
+
+/// The weight tiles of a block of rows: 16 rows each, the last one moved back so that it ends with the rows. A block of
+/// fewer than 16 rows is one shorter tile.
+#[derive(Clone, Copy, Debug)]
+struct Tiling {
+    n: usize,
+    height: usize,
+}
+
+impl Tiling {
+    fn new(n: usize) -> Self {
+        Self { n, height: n.min(TILE) }
+    }
+
+    /// Number of tiles.
+    fn count(self) -> usize {
+        self.n.div_ceil(TILE)
+    }
+
+    /// First row of tile `t`; of a `t` past the last, that of the last.
+    fn start(self, t: usize) -> usize {
+        (t * TILE).min(self.n - self.height)
+    }
+
+    /// The tiles in groups of at most `size` (2 or more), as ranges of their numbers. The smaller group comes first, so a
+    /// last tile that was moved back shares its group with the tile that it overlaps: both read C before either writes.
+    fn groups(self, size: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+        let (count, first) = (self.count(), self.count() % size);
+        let starts = (first > 0).then_some(0).into_iter().chain((first..count).step_by(size));
+        starts.map(move |at| if at < first { 0..first } else { at..at + size })
+    }
+}
+
+/// Prefetches one line of each of 16 rows from `at` on. Never a fault, wherever that is: past a row's end it is the next
+/// row's start.
+#[inline(always)]
+fn prefetch<const HINT: i32>(at: *const u8, stride: usize) {
+    for row in 0..TILE {
+        // SAFETY: SSE is part of x86-64, and a prefetch only hints.
+        unsafe { _mm_prefetch::<HINT>(at.wrapping_add(row * stride).cast()) };
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,246 @@
+//! INT8 (`tdpbssd`) on Q8_0 blocks in place: any number of blocks, rows and tokens.
+//!
+//! A weight tile is one block of 16 rows: 32 quants each, `stride` bytes apart, 2 bytes into the block. Every block has
+//! scales of its own, so each product starts from zero and C (i32) goes through L1 into 16 vectors of f32, one a row:
+//! `acc[row] += f32(C[row]) * x_scale * w_scale[row]`. That is three vector operations a row, about 1.5 times as long as the
+//! product itself takes; two tiles and two buffers let both run at the same time.
+//!
+//! The scales of 16 rows are gathered and converted once for up to [`CHUNK`] blocks and serve all panels.
+
+use std::arch::x86_64::*;
+
+use super::tile::{Config, Session, Tiles};
+use super::{C_ROW, TILE, Tiling, prefetch};
+use crate::isa::Amx;
+use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
+use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
+
+/// Blocks whose scales are held at a time: 2 KiB of scales, and 17 KiB of weights that stay in L1 for the panels to come.
+const CHUNK: usize = 32;
+/// Rows of a panel tile: groups of 4 k in a block.
+const FOURS: usize = QK8_0 / 4;
+
+/// Vectors of 16 f32 or i32 in memory.
+#[repr(align(64))]
+struct Lines<T, const N: usize>([[T; 16]; N]);
+
+/// What a product needs beside its operands.
+struct Buffers {
+    /// `scales[block][row]` of the chunk in hand.
+    scales: Lines<f32, CHUNK>,
+    /// C of the two products under way.
+    c: [Lines<i32, TILE>; 2],
+}
+
+/// 16 rows (or all, where there are fewer), of which those in `fresh` are to be written.
+struct RowTile {
+    first: *const u8,
+    stride: usize,
+    height: usize,
+    fresh: std::ops::Range<usize>,
+}
+
+/// See [`super::Engine::product`].
+///
+/// # Safety
+/// As [`super::Engine::product`], for Q8_0.
+// SAFETY: contract above.
+pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+    let tiling = Tiling::new(rows.n);
+    let tiles = session.configure(&config(tiling.height));
+    let _avx512 = amx.avx512();
+    let mut buffers = Buffers { scales: Lines([[0.0; 16]; CHUNK]), c: [const { Lines([[0; 16]; TILE]) }; 2] };
+    for t in 0..tiling.count() {
+        let start = tiling.start(t);
+        let tile = RowTile {
+            first: rows.row(start),
+            stride: rows.stride,
+            height: tiling.height,
+            fresh: t * TILE - start..tiling.height,
+        };
+        // SAFETY: the caller's contract; the tile's rows exist, and C has 16 lanes for each; the token proves AVX-512.
+        unsafe { row_tile(&tiles, &mut buffers, &tile, panels, c.add(start * PANEL), rows.n, add) };
+    }
+}
+
+/// Tiles 0 and 1 are C, 2 and 3 weights, 4 and 5 panels; 6 and 7 are not used.
+fn config(height: usize) -> Config {
+    let (c, weights, panel) = ([height, C_ROW], [height, QK8_0], [FOURS, C_ROW]);
+    Config::new([c, c, weights, weights, panel, panel, c, c])
+}
+
+/// C of one row tile for all panels; `c` is its first row in the first panel's part of a C block of `n` rows.
+///
+/// # Safety
+/// As [`product`]; AVX-512 is there.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn row_tile(
+    tiles: &Tiles<'_>,
+    buffers: &mut Buffers,
+    tile: &RowTile,
+    panels: Panels<'_>,
+    c: *mut f32,
+    n: usize,
+    add: bool,
+) {
+    let blocks = panels.k / QK8_0;
+    for chunk in (0..blocks).step_by(CHUNK) {
+        let count = CHUNK.min(blocks - chunk);
+        // SAFETY: blocks `chunk..chunk + count` lie inside each row and each panel.
+        unsafe {
+            let weights = tile.first.add(chunk * Q8_0_BYTES);
+            gather_scales(tile, weights, &mut buffers.scales.0[..count]);
+            for p in 0..panels.count() {
+                let run =
+                    Run { tiles, weights, stride: tile.stride, panel: panels.panel(p).add(chunk * Q8_PANEL_BLOCK) };
+                let c = c.add(p * n * PANEL);
+                let mut acc = if add || chunk > 0 { load(c, &tile.fresh) } else { [_mm512_setzero_ps(); TILE] };
+                if p == 0 {
+                    run.all::<true>(buffers, count, &mut acc);
+                } else {
+                    run.all::<false>(buffers, count, &mut acc);
+                }
+                store(c, &tile.fresh, &acc);
+            }
+        }
+    }
+}
+
+/// The f16 scales of some blocks of a row tile, from `weights` on, as f32. Rows past the tile's height repeat the last.
+///
+/// # Safety
+/// The tile has `scales.len()` blocks from `weights` on; AVX-512 F is there.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f")]
+unsafe fn gather_scales(tile: &RowTile, weights: *const u8, scales: &mut [[f32; 16]]) {
+    debug_assert!(tile.stride * TILE < i32::MAX as usize);
+    let offsets: [i32; 16] = std::array::from_fn(|row| (row.min(tile.height - 1) * tile.stride) as i32);
+    // SAFETY: an array of 64 bytes.
+    let offsets = unsafe { _mm512_loadu_si512(offsets.as_ptr().cast()) };
+    for (b, scales) in scales.iter_mut().enumerate() {
+        // SAFETY: the first 4 bytes of each row's block; `scales` is 64 bytes.
+        unsafe {
+            let words = _mm512_i32gather_epi32::<1>(offsets, weights.add(b * Q8_0_BYTES).cast());
+            _mm512_storeu_ps(scales.as_mut_ptr(), _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)));
+        }
+    }
+}
+
+/// The rows of `fresh` of a C block, the others zero.
+///
+/// # Safety
+/// `c` has 16 lanes for each row of `fresh`; AVX-512 F is there.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f")]
+unsafe fn load(c: *const f32, fresh: &std::ops::Range<usize>) -> [__m512; TILE] {
+    std::array::from_fn(|row| {
+        if fresh.contains(&row) {
+            // SAFETY: the caller's contract; C is 64-byte aligned.
+            unsafe { _mm512_load_ps(c.add(row * PANEL)) }
+        } else {
+            _mm512_setzero_ps()
+        }
+    })
+}
+
+/// Writes the rows of `fresh` to a C block.
+///
+/// # Safety
+/// As [`load`], writable.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f")]
+unsafe fn store(c: *mut f32, fresh: &std::ops::Range<usize>, acc: &[__m512; TILE]) {
+    for (row, &acc) in acc.iter().enumerate() {
+        if fresh.contains(&row) {
+            // SAFETY: the caller's contract; C is 64-byte aligned.
+            unsafe { _mm512_store_ps(c.add(row * PANEL), acc) };
+        }
+    }
+}
+
+/// A run of blocks of one row tile and one panel.
+struct Run<'a> {
+    tiles: &'a Tiles<'a>,
+    weights: *const u8,
+    stride: usize,
+    panel: *const u8,
+}
+
+impl Run<'_> {
+    /// Adds all `count` blocks to `acc`, the product of each block under way while the one before it is scaled. `FIRST`
+    /// prefetches the chunk that follows.
+    ///
+    /// # Safety
+    /// The rows and the panel have `count` (at least 1, at most [`CHUNK`]) blocks, whose scales are in `buffers`; AVX-512 F
+    /// is there.
+    // SAFETY: contract above.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn all<const FIRST: bool>(&self, buffers: &mut Buffers, count: usize, acc: &mut [__m512; TILE]) {
+        let Buffers { scales: Lines(scales), c: [even, odd] } = buffers;
+        // SAFETY: the caller's contract: `b` stays below `count`.
+        unsafe {
+            self.multiply::<0, 2, 4, FIRST>(0, even);
+            let mut b = 1;
+            while b + 1 < count {
+                self.multiply::<1, 3, 5, FIRST>(b, odd);
+                self.scale(b - 1, even, &scales[b - 1], acc);
+                self.multiply::<0, 2, 4, FIRST>(b + 1, even);
+                self.scale(b, odd, &scales[b], acc);
+                b += 2;
+            }
+            if b < count {
+                self.multiply::<1, 3, 5, FIRST>(b, odd);
+                self.scale(b - 1, even, &scales[b - 1], acc);
+                self.scale(b, odd, &scales[b], acc);
+            } else {
+                self.scale(b - 1, even, &scales[b - 1], acc);
+            }
+        }
+    }
+
+    /// The product of block `b` in tiles `C`, `A`, `B`, stored to `c`.
+    ///
+    /// # Safety
+    /// The rows and the panel have block `b`.
+    // SAFETY: contract above.
+    #[inline(always)]
+    unsafe fn multiply<const C: u8, const A: u8, const B: u8, const FIRST: bool>(
+        &self,
+        b: usize,
+        c: &mut Lines<i32, TILE>,
+    ) {
+        let tiles = self.tiles;
+        let weights = self.weights.wrapping_add(b * Q8_0_BYTES);
+        // SAFETY: the caller's contract: 32 quants behind the scale of each row's block, eight groups of the panel's.
+        unsafe {
+            tiles.zero::<C>();
+            tiles.load::<A>(weights.add(2), self.stride);
+            tiles.load::<B>(self.panel.add(b * Q8_PANEL_BLOCK), C_ROW);
+            tiles.dp_i8::<C, A, B>();
+            tiles.store::<C>(c.0.as_mut_ptr().cast(), C_ROW);
+        }
+        if FIRST {
+            prefetch::<_MM_HINT_T0>(weights.wrapping_add(CHUNK * Q8_0_BYTES), self.stride);
+        }
+    }
+
+    /// `acc[row] += f32(c[row]) * x_scale * w_scale[row]` for block `b`.
+    ///
+    /// # Safety
+    /// The panel has block `b`; AVX-512 F is there.
+    // SAFETY: contract above.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn scale(&self, b: usize, c: &Lines<i32, TILE>, w_scale: &[f32; 16], acc: &mut [__m512; TILE]) {
+        // SAFETY: the scales are 64 bytes behind the block's quants, and a row of `c` is 64 bytes; both are aligned.
+        unsafe {
+            let x_scale = _mm512_load_ps(self.panel.add(b * Q8_PANEL_BLOCK + QK8_0 * PANEL).cast());
+            for row in 0..TILE {
+                let c = _mm512_cvtepi32_ps(_mm512_load_si512(c.0[row].as_ptr().cast()));
+                acc[row] = _mm512_fmadd_ps(_mm512_mul_ps(c, x_scale), _mm512_set1_ps(w_scale[row]), acc[row]);
+            }
+        }
+    }
+}
