@@ -58,8 +58,8 @@ impl fmt::Display for AmxRefused {
 impl Amx {
     /// CPUID, XCR0, then one request for permission in this process; the answer is kept.
     ///
-    /// An AMX emulator that is loaded in this process (symbol `amx_emu_active`, crate `amx-emu`) stands in for CPUID
-    /// and XCR0, which cannot be trapped.
+    /// An AMX emulator that was preloaded into this process (symbol `amx_emu_active`, crate `amx-emu`) stands in for CPUID
+    /// and XCR0, which cannot be trapped, and answers the request.
     pub fn detect() -> Result<Self, AmxRefused> {
         static ANSWER: OnceLock<Result<Amx, AmxRefused>> = OnceLock::new();
         *ANSWER.get_or_init(Self::ask)
@@ -74,12 +74,20 @@ impl Amx {
                 return Err(AmxRefused::NotInXcr0);
             }
         }
-        // A preloaded emulator answers this request; one that was linked in stands before no system call.
-        if EMULATOR.get().is_none() {
-            request_permission()?;
-        }
+        request_permission()?;
         let avx512 = Avx512::detect().ok_or(AmxRefused::NoAvx512)?;
         Ok(Self { avx512 })
+    }
+
+    /// The token where an AMX emulator that is linked into this program has been installed. [`Amx::detect`] does not find
+    /// such a one, because a program exports no symbols. For tests.
+    ///
+    /// # Safety
+    /// From now on, AMX instructions work on every thread of this process.
+    // SAFETY: contract above.
+    #[doc(hidden)]
+    pub unsafe fn assume_emulated() -> Result<Self, AmxRefused> {
+        Avx512::detect().map(|avx512| Self { avx512 }).ok_or(AmxRefused::NoAvx512)
     }
 
     /// The AVX-512 this CPU also has.
@@ -88,27 +96,8 @@ impl Amx {
     }
 }
 
-/// The `amx_emu_active` of an emulator that is linked into the program itself.
-static EMULATOR: OnceLock<extern "C" fn() -> libc::c_int> = OnceLock::new();
-
-/// Names an AMX emulator that is linked into this program, where [`Amx::detect`] cannot find it by its symbol: a
-/// program's own symbols are not exported. For tests, before anything asks for AMX.
-///
-/// # Safety
-/// While `active` returns something other than 0, AMX instructions work on every thread of this process.
-// SAFETY: contract above.
-#[doc(hidden)]
-pub unsafe fn assume_amx_emulator(active: extern "C" fn() -> libc::c_int) {
-    if active() != 0 {
-        EMULATOR.get_or_init(|| active);
-    }
-}
-
 /// Whether an AMX emulator in this process says that it answers for AMX (see crate `amx-emu`).
 pub fn emulated() -> bool {
-    if let Some(active) = EMULATOR.get() {
-        return active() != 0;
-    }
     // SAFETY: dlsym with a NUL-terminated name only looks the symbol up.
     let f = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"amx_emu_active".as_ptr()) };
     if f.is_null() {

@@ -4,7 +4,22 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 
 use half::{bf16, f16};
 
+use crate::isa::Amx;
 use crate::tensor::{DType, QK8_0};
+
+/// AMX: the CPU's where it has it, else the emulator's. Says so where there is neither.
+pub fn amx() -> Option<Amx> {
+    let amx = match amx_emu::install() {
+        Ok(amx_emu::Mode::Native) => Amx::detect(),
+        // SAFETY: the emulator was installed just now, for all threads and for good.
+        Ok(amx_emu::Mode::Emulated) => unsafe { Amx::assume_emulated() },
+        Err(e) => {
+            println!("skipped: no AMX emulator: {e}");
+            return None;
+        }
+    };
+    amx.inspect_err(|e| println!("skipped: {e}")).ok()
+}
 
 /// Zeroed memory, 64-byte aligned.
 pub struct Aligned {

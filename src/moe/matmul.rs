@@ -6,6 +6,7 @@ use super::routing::{Active, Ids, Pair, Routing};
 use super::{Carver, OpError};
 use crate::isa::{Avx512, Isa};
 use crate::kernels::Engine;
+use crate::kernels::amx::AmxEngine;
 use crate::team::Worker;
 use crate::tensor::{View, ViewMut, Weights};
 
@@ -67,7 +68,7 @@ impl<'a> MulMatId<'a> {
     pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         match isa {
             // SAFETY: the caller's promise.
-            Isa::Amx(amx) => unsafe { self.run_on(amx.avx512(), isa.avx512(), w, scratch) },
+            Isa::Amx(amx) => unsafe { self.run_on(AmxEngine::new(amx), isa.avx512(), w, scratch) },
             // SAFETY: the caller's promise.
             Isa::Avx512(avx512) => unsafe { self.run_on(avx512, avx512, w, scratch) },
         }

@@ -12,6 +12,7 @@
 //! Inf or NaN that follows in the next row. A single last k (k odd) is not a whole pair: the vectors add it.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use super::tile::{Config, Session, Tiles};
 use super::{C_ROW, TILE, Tiling, prefetch};
@@ -105,10 +106,10 @@ impl Product<'_> {
                 // SAFETY: the caller's contract; the group's tiles and both panels exist.
                 unsafe {
                     if group.len() == 2 {
-                        self.two_by_two::<STREAM>(group.start, p);
+                        self.two_by_two::<STREAM>(&group, p);
                     } else {
-                        self.one_panel::<1, STREAM>(group.start, p);
-                        self.one_panel::<1, STREAM>(group.start, p + 1);
+                        self.one_panel::<1, STREAM>(&group, p);
+                        self.one_panel::<1, STREAM>(&group, p + 1);
                     }
                 }
             }
@@ -118,10 +119,10 @@ impl Product<'_> {
                 // SAFETY: the caller's contract; the group's tiles and the panel exist.
                 unsafe {
                     match group.len() {
-                        1 => self.one_panel::<1, STREAM>(group.start, p),
-                        2 => self.one_panel::<2, STREAM>(group.start, p),
-                        3 => self.one_panel::<3, STREAM>(group.start, p),
-                        _ => self.one_panel::<4, STREAM>(group.start, p),
+                        1 => self.one_panel::<1, STREAM>(&group, p),
+                        2 => self.one_panel::<2, STREAM>(&group, p),
+                        3 => self.one_panel::<3, STREAM>(&group, p),
+                        _ => self.one_panel::<4, STREAM>(&group, p),
                     }
                 }
             }
@@ -155,28 +156,37 @@ impl Product<'_> {
         }
     }
 
-    /// Loads a full weight tile, and prefetches what its rows hold further on.
+    /// How far from a row's end in tile `tiles.start` that row begins which is read after it: the next group's, or the
+    /// next block's.
+    fn jump(&self, tiles: &Range<usize>) -> usize {
+        let last = tiles.end == self.tiling.count();
+        let next = if last { self.rows.next } else { self.weights(tiles.end) };
+        next.addr().wrapping_sub(self.weights(tiles.start).addr() + self.rows.k * 2)
+    }
+
+    /// Loads a full weight tile, and prefetches what is read `ahead` bytes from each of its rows.
     ///
     /// # Safety
     /// `at` is inside the weights, a whole step before the rows' end.
     // SAFETY: contract above.
     #[inline(always)]
-    unsafe fn load_weights<const T: u8, const STREAM: bool>(&self, at: *const u8) {
+    unsafe fn load_weights<const T: u8, const STREAM: bool>(&self, at: *const u8, ahead: usize) {
         if !STREAM {
             // SAFETY: the caller's contract.
             return unsafe { self.tiles.load::<T>(at, self.rows.stride) };
         }
         // SAFETY: the caller's contract.
         unsafe { self.tiles.load_once::<T>(at, self.rows.stride) };
-        prefetch::<_MM_HINT_T1>(at.wrapping_add(AHEAD), self.rows.stride);
+        prefetch::<_MM_HINT_T1>(at.wrapping_add(ahead), self.rows.stride);
     }
 
-    /// C for `R` weight tiles from `t` and panel `p`: a step loads the panel once and each weight tile once.
+    /// C for a group of `R` weight tiles and panel `p`: a step loads the panel once and each weight tile once.
     ///
     /// # Safety
     /// As [`Product::run`]; `R` is 1 to 4, and the tiles and the panel exist.
     // SAFETY: contract above.
-    unsafe fn one_panel<const R: usize, const STREAM: bool>(&self, t: usize, p: usize) {
+    unsafe fn one_panel<const R: usize, const STREAM: bool>(&self, group: &Range<usize>, p: usize) {
+        let (t, jump) = (group.start, self.jump(group));
         let tiles = &self.tiles;
         let mut w: [*const u8; 4] = std::array::from_fn(|i| self.weights(t + i));
         let c: [*mut u8; 4] = std::array::from_fn(|i| self.c(t + i, p));
@@ -185,10 +195,11 @@ impl Product<'_> {
         // `last_pairs` pairs, behind them. C holds 16 lanes for each row of each tile.
         unsafe {
             each!(R, I => self.begin::<I>(c[I as usize]));
-            for _ in 0..self.steps {
+            for step in 0..self.steps {
+                let ahead = AHEAD.wrapping_add(if step + AHEAD / ROW_STEP < self.steps { 0 } else { jump });
                 tiles.load::<5>(x, C_ROW);
                 each!(R, I => {
-                    self.load_weights::<4, STREAM>(w[I as usize]);
+                    self.load_weights::<4, STREAM>(w[I as usize], ahead);
                     tiles.dp_bf16::<I, 4, 5>();
                 });
                 x = x.add(PANEL_STEP);
@@ -205,12 +216,13 @@ impl Product<'_> {
         }
     }
 
-    /// C for weight tiles `t`, `t + 1` and panels `p`, `p + 1` (the paper's Algorithm 1): as many loads as products.
+    /// C for a group of two weight tiles and panels `p`, `p + 1` (the paper's Algorithm 1): as many loads as products.
     ///
     /// # Safety
     /// As [`Product::run`], with no last step; the tiles and the panels exist.
     // SAFETY: contract above.
-    unsafe fn two_by_two<const STREAM: bool>(&self, t: usize, p: usize) {
+    unsafe fn two_by_two<const STREAM: bool>(&self, group: &Range<usize>, p: usize) {
+        let (t, jump) = (group.start, self.jump(group));
         let tiles = &self.tiles;
         let mut w = [self.weights(t), self.weights(t + 1)];
         let c = [self.c(t, p), self.c(t, p + 1), self.c(t + 1, p), self.c(t + 1, p + 1)];
@@ -219,13 +231,14 @@ impl Product<'_> {
         // of each tile.
         unsafe {
             each!(4, I => self.begin::<I>(c[I as usize]));
-            for _ in 0..self.steps {
+            for step in 0..self.steps {
+                let ahead = AHEAD.wrapping_add(if step + AHEAD / ROW_STEP < self.steps { 0 } else { jump });
                 tiles.load::<5>(x[0], C_ROW);
-                self.load_weights::<4, STREAM>(w[0]);
+                self.load_weights::<4, STREAM>(w[0], ahead);
                 tiles.dp_bf16::<0, 4, 5>();
                 tiles.load::<7>(x[1], C_ROW);
                 tiles.dp_bf16::<1, 4, 7>();
-                self.load_weights::<6, STREAM>(w[1]);
+                self.load_weights::<6, STREAM>(w[1], ahead);
                 tiles.dp_bf16::<2, 6, 5>();
                 tiles.dp_bf16::<3, 6, 7>();
                 x = x.map(|x| x.add(PANEL_STEP));

@@ -8,6 +8,7 @@
 //! The scales of 16 rows are gathered and converted once for up to [`CHUNK`] blocks and serve all panels.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use super::tile::{Config, Session, Tiles};
 use super::{C_ROW, TILE, Tiling, prefetch};
@@ -37,7 +38,9 @@ struct RowTile {
     first: *const u8,
     stride: usize,
     height: usize,
-    fresh: std::ops::Range<usize>,
+    fresh: Range<usize>,
+    /// What is read after these rows.
+    next: *const u8,
 }
 
 /// See [`super::Engine::product`].
@@ -57,6 +60,7 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
             stride: rows.stride,
             height: tiling.height,
             fresh: t * TILE - start..tiling.height,
+            next: if t + 1 < tiling.count() { rows.row(tiling.start(t + 1)) } else { rows.next },
         };
         // SAFETY: the caller's contract; the tile's rows exist, and C has 16 lanes for each; the token proves AVX-512.
         unsafe { row_tile(&tiles, &mut buffers, &tile, panels, c.add(start * PANEL), rows.n, add) };
@@ -91,9 +95,16 @@ unsafe fn row_tile(
         unsafe {
             let weights = tile.first.add(chunk * Q8_0_BYTES);
             gather_scales(tile, weights, &mut buffers.scales.0[..count]);
+            let last = chunk + count == blocks;
+            let ahead = if last { tile.next } else { weights.wrapping_add(count * Q8_0_BYTES) };
             for p in 0..panels.count() {
-                let run =
-                    Run { tiles, weights, stride: tile.stride, panel: panels.panel(p).add(chunk * Q8_PANEL_BLOCK) };
+                let run = Run {
+                    tiles,
+                    weights,
+                    stride: tile.stride,
+                    panel: panels.panel(p).add(chunk * Q8_PANEL_BLOCK),
+                    ahead,
+                };
                 let c = c.add(p * n * PANEL);
                 let mut acc = if add || chunk > 0 { load(c, &tile.fresh) } else { [_mm512_setzero_ps(); TILE] };
                 if p == 0 {
@@ -133,7 +144,7 @@ unsafe fn gather_scales(tile: &RowTile, weights: *const u8, scales: &mut [[f32; 
 /// `c` has 16 lanes for each row of `fresh`; AVX-512 F is there.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f")]
-unsafe fn load(c: *const f32, fresh: &std::ops::Range<usize>) -> [__m512; TILE] {
+unsafe fn load(c: *const f32, fresh: &Range<usize>) -> [__m512; TILE] {
     std::array::from_fn(|row| {
         if fresh.contains(&row) {
             // SAFETY: the caller's contract; C is 64-byte aligned.
@@ -150,7 +161,7 @@ unsafe fn load(c: *const f32, fresh: &std::ops::Range<usize>) -> [__m512; TILE] 
 /// As [`load`], writable.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f")]
-unsafe fn store(c: *mut f32, fresh: &std::ops::Range<usize>, acc: &[__m512; TILE]) {
+unsafe fn store(c: *mut f32, fresh: &Range<usize>, acc: &[__m512; TILE]) {
     for (row, &acc) in acc.iter().enumerate() {
         if fresh.contains(&row) {
             // SAFETY: the caller's contract; C is 64-byte aligned.
@@ -165,11 +176,13 @@ struct Run<'a> {
     weights: *const u8,
     stride: usize,
     panel: *const u8,
+    /// What is read after these blocks.
+    ahead: *const u8,
 }
 
 impl Run<'_> {
     /// Adds all `count` blocks to `acc`, the product of each block under way while the one before it is scaled. `FIRST`
-    /// prefetches the chunk that follows.
+    /// prefetches what follows.
     ///
     /// # Safety
     /// The rows and the panel have `count` (at least 1, at most [`CHUNK`]) blocks, whose scales are in `buffers`; AVX-512 F
@@ -222,7 +235,7 @@ impl Run<'_> {
             tiles.store::<C>(c.0.as_mut_ptr().cast(), C_ROW);
         }
         if FIRST {
-            prefetch::<_MM_HINT_T0>(weights.wrapping_add(CHUNK * Q8_0_BYTES), self.stride);
+            prefetch::<_MM_HINT_T0>(self.ahead.wrapping_add(b * Q8_0_BYTES), self.stride);
         }
     }
 

@@ -82,8 +82,7 @@ impl Tiling {
     }
 }
 
-/// Prefetches one line of each of 16 rows from `at` on. Never a fault, wherever that is: past a row's end it is the next
-/// row's start.
+/// Prefetches one line of each of 16 rows from `at` on. Never a fault, wherever that is.
 #[inline(always)]
 fn prefetch<const HINT: i32>(at: *const u8, stride: usize) {
     for row in 0..TILE {

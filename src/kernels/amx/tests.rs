@@ -1,1 +1,260 @@
+//! The AMX products against the oracle, on the CPU's AMX or the emulator's.
 
+use proptest::prelude::*;
+
+use super::tile::{Config, Session};
+use super::{AmxEngine, Tiling};
+use crate::isa::Amx;
+use crate::kernels::Engine;
+use crate::kernels::reference::{matvec, nmse, quantize_q8_0};
+use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK, panel_bytes};
+use crate::tensor::{DType, QK8_0, Weights};
+use crate::testing::{Aligned, Guarded, Random, amx};
+
+/// Panels made one value at a time, as [`crate::pack`] describes them.
+fn pack(dtype: DType, k: usize, x: &[Vec<f32>]) -> Aligned {
+    let area = Aligned::new(x.len().div_ceil(PANEL) * panel_bytes(dtype, k));
+    for (t, x) in x.iter().enumerate() {
+        let (panel, lane) = (area.ptr().wrapping_add(t / PANEL * panel_bytes(dtype, k)), t % PANEL);
+        // SAFETY: places inside this token's panel.
+        unsafe {
+            if dtype == DType::Bf16 {
+                for (j, &v) in x.iter().enumerate() {
+                    let at = panel.add(j / 2 * 64 + lane * 4 + j % 2 * 2);
+                    at.cast::<u16>().write(half::bf16::from_f32(v).to_bits());
+                }
+                continue;
+            }
+            for (b, x) in x.as_chunks::<QK8_0>().0.iter().enumerate() {
+                let block = panel.add(b * Q8_PANEL_BLOCK);
+                let (scale, quants) = quantize_q8_0(x);
+                block.add(QK8_0 * PANEL + lane * 4).cast::<f32>().write(scale);
+                for (j, q) in quants.into_iter().enumerate() {
+                    block.add(j / 4 * 64 + lane * 4 + j % 4).cast::<i8>().write(q);
+                }
+            }
+        }
+    }
+    area
+}
+
+/// Some weights (one expert, rows `step` rows apart) and tokens.
+struct Case<'a> {
+    w: Weights<'a>,
+    step: usize,
+    x: Vec<Vec<f32>>,
+}
+
+impl Case<'_> {
+    fn rows(&self) -> crate::tensor::Rows<'_> {
+        self.w.rows_apart(0, 0, self.step, self.w.n.div_ceil(self.step))
+    }
+
+    /// The C block, which was `before` everywhere, as `[token][row]`.
+    fn product(&self, amx: Amx, before: f32, add: bool) -> Vec<Vec<f32>> {
+        let (rows, tokens) = (self.rows(), self.x.len());
+        let px = pack(self.w.dtype, self.w.k, &self.x);
+        let c = Aligned::new(tokens.div_ceil(PANEL) * rows.n * PANEL * 4);
+        let engine = AmxEngine::new(amx);
+        // SAFETY: every area has the size its layout asks for.
+        unsafe {
+            (0..c.f32().len()).for_each(|i| c.ptr().cast::<f32>().add(i).write(before));
+            let panels = Panels::from_raw(self.w.dtype, px.ptr(), self.w.k, tokens);
+            engine.product(&mut engine.begin(), rows, panels, c.ptr().cast(), add);
+        }
+        let lane = |t: usize, i: usize| c.f32()[(t / PANEL * rows.n + i) * PANEL + t % PANEL];
+        (0..tokens).map(|t| (0..rows.n).map(|i| lane(t, i)).collect()).collect()
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    k: usize,
+    n: usize,
+    tokens: usize,
+    step: usize,
+    add: bool,
+}
+
+fn shapes(k: impl Strategy<Value = usize>) -> impl Strategy<Value = Shape> {
+    (k, 1usize..100, 1usize..66, 1usize..3, any::<bool>()).prop_map(|(k, n, tokens, step, add)| Shape {
+        k,
+        n,
+        tokens,
+        step,
+        add,
+    })
+}
+
+/// The weights end at a page that must not be read, so their base is as aligned as chance has it.
+fn check(dtype: DType, s: Shape, seed: u64) -> Result<(), TestCaseError> {
+    let Some(amx) = amx() else { return Ok(()) };
+    let mut random = Random(seed);
+    let bytes = Guarded::new(&random.weights(dtype, s.k * s.n));
+    let w = Weights::contiguous(dtype, &bytes, [s.k, s.n, 1]);
+    let case = Case { w, step: s.step, x: (0..s.tokens).map(|_| random.vec(s.k)).collect() };
+    let before = if s.add { 0.5 } else { f32::NAN };
+    for (t, got) in case.product(amx, before, s.add).iter().enumerate() {
+        let mut want = matvec(case.rows(), &case.x[t]);
+        if s.add {
+            want.iter_mut().for_each(|v| *v += f64::from(before));
+        }
+        let error = nmse(got, &want);
+        prop_assert!(error < 1e-10, "token {t}: NMSE {error}");
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn bf16_products_are_the_oracles(s in shapes(1usize..300), seed: u64) {
+        check(DType::Bf16, s, seed)?;
+    }
+
+    #[test]
+    fn int8_products_are_the_oracles(s in shapes((1usize..40).prop_map(|b| b * QK8_0)), seed: u64) {
+        check(DType::Q8_0, s, seed)?;
+    }
+
+    #[test]
+    fn a_row_of_inf_and_nan_stays_alone(k in 1usize..100, n in 2usize..70, tokens in 1usize..40, row: usize, seed: u64) {
+        let Some(amx) = amx() else { return Ok(()) };
+        for dtype in [DType::Bf16, DType::Q8_0] {
+            let (k, row) = (k.next_multiple_of(dtype.block()), row % n);
+            let mut random = Random(seed);
+            let mut bytes = random.weights(dtype, k * n);
+            // BF16: Inf and NaN in turn; Q8_0: the same as scales.
+            let (unit, values) = match dtype {
+                DType::Q8_0 => (34, [[0x00, 0x7C], [0x00, 0x7E]]),
+                _ => (2, [[0x80, 0x7F], [0xC0, 0x7F]]),
+            };
+            let row_bytes = dtype.row_bytes(k);
+            for (j, v) in bytes[row * row_bytes..(row + 1) * row_bytes].chunks_mut(unit).enumerate() {
+                v[..2].copy_from_slice(&values[j % 2]);
+            }
+            let bytes = Guarded::new(&bytes);
+            let w = Weights::contiguous(dtype, &bytes, [k, n, 1]);
+            let case = Case { w, step: 1, x: (0..tokens).map(|_| random.vec(k)).collect() };
+            for got in case.product(amx, f32::NAN, false) {
+                for (i, y) in got.iter().enumerate() {
+                    prop_assert_eq!(y.is_finite(), i != row, "{:?}: row {} is {}", dtype, i, y);
+                }
+            }
+        }
+    }
+}
+
+/// `tdpbf16ps` takes denormals for zero; the last column of an odd k goes another way and comes to f32 denormals at most.
+#[test]
+fn denormal_weights_are_zeros() {
+    let Some(amx) = amx() else { return };
+    for k in [64, 70, 71] {
+        let bytes: Vec<u8> = (0..k * 20).flat_map(|_| [0x7F, 0]).collect();
+        let w = Weights::contiguous(DType::Bf16, &bytes, [k, 20, 1]);
+        let case = Case { w, step: 1, x: vec![vec![1f32; k]; 3] };
+        let largest = case.product(amx, 0.0, false).into_iter().flatten().fold(0f32, f32::max);
+        assert!(largest < f32::MIN_POSITIVE, "{k}: {largest}");
+    }
+}
+
+/// Adding to a C block gives the same bits as one product over all columns.
+#[test]
+fn a_product_in_two_parts_is_the_whole() {
+    let Some(amx) = amx() else { return };
+    let engine = AmxEngine::new(amx);
+    let mut random = Random(5);
+    let (k, n, tokens, cut) = (1568, 37, 70usize, 1184);
+    for dtype in [DType::Bf16, DType::Q8_0] {
+        let bytes = random.weights(dtype, k * n);
+        let w = Weights::contiguous(dtype, &bytes, [k, n, 1]);
+        let x: Vec<_> = (0..tokens).map(|_| random.vec(k)).collect();
+        let px = pack(dtype, k, &x);
+        let [whole, parts] = [(); 2].map(|()| Aligned::new(tokens.div_ceil(PANEL) * n * PANEL * 4));
+        // SAFETY: every area has the size its layout asks for.
+        unsafe {
+            let panels = Panels::from_raw(dtype, px.ptr(), k, tokens);
+            let rows = w.rows(0, 0, n);
+            let session = &mut engine.begin();
+            engine.product(session, rows, panels, whole.ptr().cast(), false);
+            engine.product(session, rows.columns(0, cut), panels.columns(0, cut), parts.ptr().cast(), false);
+            let (rows, panels) = (rows.columns(cut, k - cut), panels.columns(cut, k - cut));
+            engine.product(session, rows, panels, parts.ptr().cast(), true);
+        }
+        assert!(whole.f32() == parts.f32(), "{dtype:?}");
+    }
+}
+
+/// What ggml's own AMX kernels do: configure a thread once and rely on that for good.
+#[test]
+fn a_foreign_configuration_survives_our_products() {
+    let Some(amx) = amx() else { return };
+    // Shapes that none of ours has: C 3 x 5, A 3 x 7 pairs, B 7 pairs x 5.
+    let full = [16, 64];
+    let foreign = Config::new([[3, 20], [3, 28], [7, 20], full, full, full, full, full]);
+    let a: [[f32; 14]; 3] = std::array::from_fn(|i| std::array::from_fn(|k| (i + 1) as f32 + k as f32));
+    let b: [[f32; 5]; 14] = std::array::from_fn(|k| std::array::from_fn(|j| j as f32 - (k % 3) as f32));
+    let bits = |v: f32| half::bf16::from_f32(v).to_bits();
+    let tile_a: [[u16; 14]; 3] = a.map(|row| row.map(bits));
+    let tile_b: [[u16; 10]; 7] = std::array::from_fn(|p| std::array::from_fn(|j| bits(b[2 * p + j % 2][j / 2])));
+    let product = |session: &mut Session| {
+        let mut c = [[f32::NAN; 5]; 3];
+        let tiles = session.configure(&foreign);
+        // SAFETY: the arrays have the tiles' shapes.
+        unsafe {
+            tiles.load::<1>(tile_a.as_ptr().cast(), 28);
+            tiles.load::<2>(tile_b.as_ptr().cast(), 20);
+            tiles.zero::<0>();
+            tiles.dp_bf16::<0, 1, 2>();
+            tiles.store::<0>(c.as_mut_ptr().cast(), 20);
+        }
+        c
+    };
+    let want: [[f32; 5]; 3] =
+        std::array::from_fn(|i| std::array::from_fn(|j| (0..14).map(|k| a[i][k] * b[k][j]).sum()));
+    // The foreign user: as far as its session knows, its configuration stays loaded, so it never loads it again.
+    let mut theirs = Session::begin(amx);
+    let mut random = Random(1);
+    for dtype in [DType::Bf16, DType::Q8_0] {
+        assert_eq!(product(&mut theirs), want);
+        let bytes = random.weights(dtype, 96 * 40);
+        let w = Weights::contiguous(dtype, &bytes, [96, 40, 1]);
+        let case = Case { w, step: 1, x: (0..20).map(|_| random.vec(96)).collect() };
+        let ours = case.product(amx, f32::NAN, false);
+        assert!(ours.iter().zip(&case.x).all(|(y, x)| nmse(y, &matvec(case.rows(), x)) < 1e-10));
+        assert_eq!(Config::current(amx), foreign);
+        assert_eq!(product(&mut theirs), want);
+    }
+    drop(theirs);
+    assert_eq!(Config::current(amx), Config::NONE);
+}
+
+#[test]
+fn a_thread_without_configuration_stays_without() {
+    let Some(amx) = amx() else { return };
+    let mut session = Session::begin(amx);
+    assert_eq!(Config::current(amx), Config::NONE);
+    session.configure(&Config::new([[16, 64]; 8]));
+    drop(session);
+    assert_eq!(Config::current(amx), Config::NONE);
+}
+
+#[test]
+fn tiles_cover_all_rows_and_overlap_only_in_their_group() {
+    for n in 1..200 {
+        let tiling = Tiling::new(n);
+        for size in [2, 4] {
+            let groups: Vec<_> = tiling.groups(size).collect();
+            let all: Vec<_> = groups.iter().cloned().flatten().collect();
+            assert_eq!(all, (0..tiling.count()).collect::<Vec<_>>(), "{n}");
+            let mut done = 0;
+            for group in groups {
+                assert!((1..=size).contains(&group.len()));
+                assert!(group.start == 0 || tiling.start(group.start) == done, "{n}: group {group:?}");
+                done = tiling.start(group.end - 1) + tiling.height;
+            }
+            assert_eq!(done, n);
+        }
+    }
+}

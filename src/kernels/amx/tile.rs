@@ -26,7 +26,7 @@ pub struct Config {
 
 impl Config {
     /// What `sttilecfg` stores on a thread that has no configuration.
-    const NONE: Self = Self { palette: 0, start_row: 0, reserved: [0; 14], colsb: [0; 16], rows: [0; 16] };
+    pub const NONE: Self = Self { palette: 0, start_row: 0, reserved: [0; 14], colsb: [0; 16], rows: [0; 16] };
 
     /// The configuration in which tile `i` has `tiles[i] = [rows, bytes a row]`, at most 16 and 64.
     pub fn new(tiles: [[usize; 2]; 8]) -> Self {
@@ -40,7 +40,7 @@ impl Config {
     }
 
     /// The thread's configuration.
-    fn current(_: Amx) -> Self {
+    pub fn current(_: Amx) -> Self {
         let mut config = Self::NONE;
         // SAFETY: `Amx` proves that the instruction runs; it writes the 64 bytes of `config`.
         unsafe { asm!("sttilecfg [{}]", in(reg) &raw mut config, options(nostack, preserves_flags)) };
