@@ -108,6 +108,8 @@ pub struct TokenRows<'a> {
     pub k: usize,
     /// Tokens, at least one.
     pub tokens: usize,
+    /// Bytes from a row to the next: [`token_row_bytes`] of the whole K, also in a view of some columns.
+    pub stride: usize,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -119,13 +121,23 @@ impl TokenRows<'_> {
     // SAFETY: contract above.
     pub unsafe fn from_raw(dtype: DType, data: *const u8, k: usize, tokens: usize) -> Self {
         debug_assert!(data.addr().is_multiple_of(64) && tokens > 0);
-        Self { dtype, data, k, tokens, life: PhantomData }
+        Self { dtype, data, k, tokens, stride: token_row_bytes(dtype, k), life: PhantomData }
+    }
+
+    /// Columns `[k0, k0 + k)` of the same tokens; `k0` is a multiple of 64 for Q8_0, of 32 else, and `k` too unless the range
+    /// ends at the last column.
+    pub fn columns(&self, k0: usize, k: usize) -> Self {
+        let unit = if self.dtype == DType::Q8_0 { 64 } else { 32 };
+        debug_assert!(k0.is_multiple_of(unit) && k0 + k <= self.k && (k.is_multiple_of(unit) || k0 + k == self.k));
+        // SAFETY: inside the first row.
+        let data = unsafe { self.data.add(token_row_bytes(self.dtype, k0)) };
+        Self { data, k, ..*self }
     }
 
     /// Address of token row `t`.
     pub fn row(&self, t: usize) -> *const u8 {
         debug_assert!(t < self.tokens);
         // SAFETY: inside the view, by its contract.
-        unsafe { self.data.add(t * token_row_bytes(self.dtype, self.k)) }
+        unsafe { self.data.add(t * self.stride) }
     }
 }

@@ -1,4 +1,5 @@
 //! Plans over made-up placements: every element is in exactly one segment, the paper's worked values, remote shares.
+#![allow(clippy::single_range_in_vec_init, reason = "a list of one range is what is meant")]
 
 use ggml_hina::numa::NodeId;
 use ggml_hina::numa::period::Pattern;
@@ -124,7 +125,7 @@ fn a_q8_0_block_belongs_to_the_page_of_its_first_byte() {
     check_exact(&plan, &m, &pages);
     let (block, _) = plan.block_of(0);
     assert_eq!(block.rows, 1);
-    assert_eq!(plan.ranges(&plan.parts()[0]), std::slice::from_ref(&(0..96)));
+    assert_eq!(plan.ranges(&plan.parts()[0]), [0..96]);
     assert_eq!(plan.bytes(), (2 * 8 * 34, 2));
 }
 

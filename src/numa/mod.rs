@@ -4,10 +4,12 @@
 //!
 //! * [`topology`]: nodes, their CPUs and distances. [`placement`]: the node of each page of a tensor, from the kernel.
 //! * [`period`]: whether a placement repeats. [`plan`]: from placement to blocks of rows and ranges of columns, by node.
+//! * [`threads`]: which worker is on which node, and which part of each node's bytes falls to it.
 
 pub mod period;
 pub mod placement;
 pub mod plan;
+pub mod threads;
 pub mod topology;
 
 /// A node's number as the kernel counts: `nodeN` below `/sys/devices/system/node`.

@@ -109,6 +109,20 @@ impl Topology {
         Self { nodes: (0..nodes.max(1)).map(node).collect() }
     }
 
+    /// The same nodes with other distances, for tests.
+    #[cfg(test)]
+    pub(super) fn with_distances(mut self, rows: &[&[u32]]) -> Self {
+        self.nodes.iter_mut().zip(rows).for_each(|(node, row)| node.distances = row.to_vec());
+        self
+    }
+
+    /// The same nodes with other CPUs, for tests.
+    #[cfg(test)]
+    pub(super) fn with_cpus(mut self, cpus: &[&[usize]]) -> Self {
+        self.nodes.iter_mut().zip(cpus).for_each(|(node, cpus)| node.cpus = cpus.to_vec());
+        self
+    }
+
     /// The nodes, ascending by number.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
