@@ -11,6 +11,9 @@
 compile_error!("ggml-hina is for x86-64 Linux");
 
 pub mod attention;
+pub mod config;
+#[cfg(feature = "plugin")]
+pub mod ggml;
 pub mod isa;
 pub mod kernels;
 pub mod moe;

@@ -1,0 +1,54 @@
+//! Which nodes are ours: those where our kernels beat ggml's CPU backend on this CPU, and that they compute rightly.
+
+use super::graph::Rules;
+use super::op::Work;
+use super::sys;
+use super::tensor::{dense_rows, dtype, ids, in_host_layout, ne, src, view, view_mut, weights};
+use crate::moe::MulMatId;
+use crate::tensor::DType;
+
+/// The work that stands for `node`, if it is ours.
+///
+/// # Safety
+/// The node and its sources are valid and allocated, and stay so while the work is used.
+// SAFETY: contract above.
+pub unsafe fn node(node: &sys::ggml_tensor, _rules: &Rules) -> Option<Work> {
+    if !computes(node) {
+        return None;
+    }
+    // SAFETY: by the contract.
+    unsafe {
+        match node.op {
+            sys::GGML_OP_MUL_MAT_ID => mul_mat_id(node),
+            _ => None,
+        }
+    }
+}
+
+/// Whether ggml would compute the node: it is marked so and has elements.
+pub fn computes(node: &sys::ggml_tensor) -> bool {
+    node.flags & sys::GGML_TENSOR_FLAG_COMPUTE as i32 != 0 && !ne(node).contains(&0)
+}
+
+/// Weights the engines multiply in place: BF16 or Q8_0, rows dense, in host memory.
+pub fn engine_weights(t: &sys::ggml_tensor) -> bool {
+    dtype(t) == Some(DType::Bf16) && dense_rows(t) && in_host_layout(t)
+}
+
+/// F32 with dense rows, at an address: activations and results.
+pub fn plain_f32(t: &sys::ggml_tensor) -> bool {
+    t.type_ == sys::GGML_TYPE_F32 && dense_rows(t) && in_host_layout(t)
+}
+
+/// `MUL_MAT_ID`: `dst[:, slot, token] = w[ids[slot, token]] x src1[:, slot % ne11, token]`.
+unsafe fn mul_mat_id(node: &sys::ggml_tensor) -> Option<Work> {
+    // SAFETY: by the contract of `node`.
+    unsafe {
+        let (w, x, id) = (src(node, 0)?, src(node, 1)?, src(node, 2)?);
+        let fits = engine_weights(w) && plain_f32(x) && plain_f32(node) && id.type_ == sys::GGML_TYPE_I32;
+        if !fits || w.ne[3] != 1 || x.ne[3] != 1 || !in_host_layout(id) {
+            return None;
+        }
+        Some(Work::MulMatId(MulMatId::new(weights(w)?, view(x)?, ids(id), view_mut(node))))
+    }
+}

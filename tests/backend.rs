@@ -1,0 +1,1 @@
+//! The backend inside a real ggml.
