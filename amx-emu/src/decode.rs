@@ -199,3 +199,6 @@ fn address<F: FnMut(usize) -> Option<u8>>(
     }
     Some(at)
 }
+
+#[cfg(test)]
+mod tests;

@@ -16,7 +16,7 @@
 
 #![allow(clippy::needless_range_loop)] // lanes of several vectors side by side, by number
 
-use crate::level::{Level, multiversion};
+use crate::level::multiversion;
 use crate::tiles::{MAX_ROWS, Product, Tile};
 
 /// `TDPBF16PS`.
@@ -33,12 +33,7 @@ pub(crate) fn fp16(c: &mut Tile, a: &Tile, b: &Tile, size: Product) {
 type Wide = [[[f32; 16]; 2]; MAX_ROWS];
 
 fn product<const BF16: bool>(c: &mut Tile, a: &Tile, b: &Tile, size: Product) {
-    let fused = Level::get() > Level::Base;
-    if fused {
-        multiversion!(body::<BF16>(c: &mut Tile, a: &Tile, b: &Tile, size: Product));
-    } else {
-        exact::<BF16>(c, a, b, size);
-    }
+    multiversion!(fused::<BF16>(c: &mut Tile, a: &Tile, b: &Tile, size: Product), base: exact::<BF16>(c, a, b, size));
 }
 
 /// All rows in f64.
@@ -53,7 +48,7 @@ fn exact<const BF16: bool>(c: &mut Tile, a: &Tile, b: &Tile, size: Product) {
 
 /// All rows by FMA, with those in doubt done again in f64.
 #[inline(always)]
-fn body<const BF16: bool>(c: &mut Tile, a: &Tile, b: &Tile, size: Product) {
+fn fused<const BF16: bool>(c: &mut Tile, a: &Tile, b: &Tile, size: Product) {
     let mut wide = [[[0.0; 16]; 2]; MAX_ROWS];
     widen_b::<BF16>(&mut wide, b, size.k);
     for m in 0..size.m {
@@ -152,4 +147,52 @@ fn widen_fp16(bits: u16) -> f32 {
         _ => special,
     };
     f32::from_bits(sign | value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    fn tile(dwords: Vec<u32>) -> Tile {
+        let mut t = Tile([[0; 64]; 16]);
+        for (i, d) in dwords.iter().enumerate() {
+            t.set_dword(i / 16, i % 16, d.to_le_bytes());
+        }
+        t
+    }
+
+    /// Two halves whose exponents lie so that products and sums fall around 2^-126, or any bits.
+    fn halves() -> impl Strategy<Value = u32> {
+        let edge =
+            (any::<u32>(), 50u32..68, 50u32..68).prop_map(|(bits, e, o)| (bits & 0x807f_807f) | e << 7 | o << 23);
+        prop_oneof![9 => edge, 1 => any::<u32>()]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(100))]
+
+        /// The way by FMA and the way by f64 give the same bits.
+        #[test]
+        fn both_ways_agree(
+            c in vec(any::<u32>(), 256), a in vec(halves(), 256), b in vec(halves(), 256),
+            m in 1usize..=16, k in 1usize..=16,
+        ) {
+            let (c, a, b, size) = (tile(c), tile(a), tile(b), Product { m, n: 16, k });
+            type Way = fn(&mut Tile, &Tile, &Tile, Product);
+            let ways: [(Way, Way); 2] = [(bf16, exact::<true>), (fp16, exact::<false>)];
+            for (fast, slow) in ways {
+                let (mut by_level, mut by_f64) = (c, c);
+                fast(&mut by_level, &a, &b, size);
+                slow(&mut by_f64, &a, &b, size);
+                for r in 0..16 {
+                    for i in 0..16 {
+                        let [x, y] = [by_level.dword(r, i), by_f64.dword(r, i)].map(f32::from_le_bytes);
+                        prop_assert!(x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan(), "{x} {y} at {r},{i}");
+                    }
+                }
+            }
+        }
+    }
 }

@@ -7,7 +7,7 @@ use crate::tiles::{MAX_ROWS, Product, Tile};
 
 /// `C[m][n] += sum over 4 of A[m][k][4] * B[k][n][4]`, wrapping at 32 bits. `SA`, `SB`: the bytes are signed.
 pub(crate) fn dot<const SA: bool, const SB: bool>(c: &mut Tile, a: &Tile, b: &Tile, size: Product) {
-    multiversion!(body::<SA, SB>(c: &mut Tile, a: &Tile, b: &Tile, size: Product));
+    multiversion!(body::<SA, SB>(c: &mut Tile, a: &Tile, b: &Tile, size: Product), base: body::<SA, SB>(c, a, b, size));
 }
 
 #[inline(always)]

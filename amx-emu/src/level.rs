@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// What the CPU has, from slow to fast.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Level {
     /// Plain x86-64: SSE2, no fused multiply-add.
@@ -42,9 +42,10 @@ impl Level {
     }
 }
 
-/// Calls an `#[inline(always)]` body, compiled once for each level, at the level of this CPU.
+/// Calls an `#[inline(always)]` body, compiled once for each level, at the level of this CPU. At the lowest
+/// it is the expression after `base`.
 macro_rules! multiversion {
-    ($body:ident::<$($g:ident),*>($($arg:ident: $ty:ty),*)) => {{
+    ($body:ident::<$($g:ident),*>($($arg:ident: $ty:ty),*), base: $base:expr) => {{
         #[target_feature(enable = "avx512f,avx512bw,avx2,fma")]
         fn avx512<$(const $g: bool),*>($($arg: $ty),*) {
             $body::<$($g),*>($($arg),*)
@@ -58,7 +59,7 @@ macro_rules! multiversion {
             $crate::level::Level::Avx512 => unsafe { avx512::<$($g),*>($($arg),*) },
             // SAFETY: as above.
             $crate::level::Level::Avx2 => unsafe { avx2::<$($g),*>($($arg),*) },
-            $crate::level::Level::Base => $body::<$($g),*>($($arg),*),
+            $crate::level::Level::Base => $base,
         }
     }};
 }

@@ -7,6 +7,7 @@ mod exec;
 mod fp;
 mod int8;
 mod level;
+#[cfg(feature = "preload")]
 mod permission;
 #[cfg(feature = "preload")]
 mod preload;
@@ -40,6 +41,8 @@ pub fn install() -> std::io::Result<Mode> {
         return Ok(Mode::Native);
     }
     signal::install()?;
+    #[cfg(feature = "preload")]
+    preload::link();
     ACTIVE.store(true, Ordering::Release);
     Ok(Mode::Emulated)
 }

@@ -6,28 +6,25 @@ use crate::stats::Op;
 use crate::sys;
 
 /// `arch_prctl`: which state components a process may ask for.
-pub const ARCH_GET_XCOMP_SUPP: usize = 0x1021;
+const ARCH_GET_XCOMP_SUPP: usize = 0x1021;
 /// `arch_prctl`: which state components this process may use.
-pub const ARCH_GET_XCOMP_PERM: usize = 0x1022;
+const ARCH_GET_XCOMP_PERM: usize = 0x1022;
 /// `arch_prctl`: asks for a state component.
-pub const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
 /// State component 17: the tile configuration.
-pub const XFEATURE_XTILECFG: usize = 17;
+const XFEATURE_XTILECFG: usize = 17;
 /// State component 18: the tile registers.
-pub const XFEATURE_XTILEDATA: usize = 18;
+const XFEATURE_XTILEDATA: usize = 18;
 
 /// Nothing stands between the program and the kernel, so nothing is asked of it: `install()` in process.
 const NOT_NEEDED: u8 = 0;
 /// The program's requests come to us, and none has come yet.
-#[cfg_attr(not(feature = "preload"), allow(dead_code))]
 const WANTED: u8 = 1;
-#[cfg_attr(not(feature = "preload"), allow(dead_code))]
 const GRANTED: u8 = 2;
 
 static STATE: AtomicU8 = AtomicU8::new(NOT_NEEDED);
 
 /// From now on instructions that touch tile data are `SIGILL` until permission is asked for, as under Linux.
-#[cfg(feature = "preload")]
 pub(crate) fn enforce() {
     STATE.store(WANTED, Relaxed);
 }
@@ -41,7 +38,6 @@ pub(crate) fn allows(op: Op) -> bool {
 ///
 /// # Safety
 /// As `arch_prctl`: `addr` is what `code` says.
-#[cfg(feature = "preload")]
 pub(crate) unsafe fn arch_prctl(code: usize, addr: usize) -> isize {
     // SAFETY: the caller's promise.
     let kernel = |addr| unsafe { sys::syscall(libc::SYS_arch_prctl, [code, addr, 0, 0]) };

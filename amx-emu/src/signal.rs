@@ -7,16 +7,18 @@
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::{c_int, c_void};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use libc::{SA_NODEFER, SA_ONSTACK, SA_RESETHAND, SA_RESTART, SA_SIGINFO, SIG_BLOCK, SIG_DFL, SIG_IGN, SIG_SETMASK};
 use libc::{SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTRAP, ucontext_t};
 
 use crate::decode::decode;
 use crate::exec::{Registers, Trap, execute};
+#[cfg(feature = "preload")]
+use crate::permission;
+use crate::stats;
 use crate::sys::{self, KernelAction};
 use crate::tiles::{Fault, Tiles};
-use crate::{permission, stats};
 
 /// A `siginfo_t` as bytes.
 type SigInfo = [u64; 16];
@@ -60,8 +62,8 @@ impl Slot {
 
 static SLOTS: [Slot; 3] = [Slot::new(SIGILL), Slot::new(SIGSEGV), Slot::new(SIGBUS)];
 
-/// Held while actions change, never in a handler. True: our handlers are in place.
-static INSTALLED: Mutex<bool> = Mutex::new(false);
+/// Our handlers are in place.
+static INSTALLED: AtomicBool = AtomicBool::new(false);
 
 fn slot(sig: c_int) -> Option<&'static Slot> {
     SLOTS.iter().find(|s| s.sig == sig)
@@ -73,8 +75,9 @@ const fn bit(sig: c_int) -> u64 {
 
 /// Puts the handlers in place, before those that are there. Again is harmless.
 pub(crate) fn install() -> std::io::Result<()> {
-    let mut installed = INSTALLED.lock().unwrap_or_else(|e| e.into_inner());
-    if *installed {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+    if INSTALLED.load(Relaxed) {
         return Ok(());
     }
     crate::level::Level::get(); // detects now, so that no handler has to
@@ -86,7 +89,7 @@ pub(crate) fn install() -> std::io::Result<()> {
         slot.set(&before);
         register(slot).map_err(std::io::Error::from_raw_os_error)?;
     }
-    *installed = true;
+    INSTALLED.store(true, Relaxed);
     Ok(())
 }
 
@@ -105,13 +108,10 @@ fn register(slot: &Slot) -> Result<(), i32> {
 }
 
 /// `sigaction` for the program, once installed: what it sets is what our handler passes signals on to.
-/// `None`: not one of our signals, or not installed.
+/// `None`: not one of our signals, or not installed. Takes no lock: `sigaction` may be called in a handler.
+#[cfg(feature = "preload")]
 pub(crate) fn swap_action(sig: c_int, new: Option<&KernelAction>) -> Option<Result<KernelAction, i32>> {
-    let slot = slot(sig)?;
-    let installed = INSTALLED.lock().unwrap_or_else(|e| e.into_inner());
-    if !*installed {
-        return None;
-    }
+    let slot = slot(sig).filter(|_| INSTALLED.load(Relaxed))?;
     let before = slot.get();
     if let Some(new) = new {
         slot.set(new);
@@ -147,7 +147,9 @@ extern "C" fn on_illegal(sig: c_int, info: *mut c_void, context: *mut c_void) {
     let rip = Frame(context).rip();
     // SAFETY: the processor has fetched these bytes; the decoder asks for no byte after the instruction.
     let insn = decode(|i| Some(unsafe { *(rip as *const u8).add(i) }));
-    let Some(insn) = insn.filter(|insn| permission::allows(insn.op)) else {
+    #[cfg(feature = "preload")]
+    let insn = insn.filter(|insn| permission::allows(insn.op));
+    let Some(insn) = insn else {
         // SAFETY: `info` and `context` are the kernel's.
         return unsafe { pass_on(sig, info, context) };
     };
@@ -233,23 +235,21 @@ unsafe fn pass_on(sig: c_int, info: *mut c_void, context: &mut ucontext_t) {
     }
 }
 
-/// The default action: the instruction runs again, and faults without a handler.
+/// The default action, where the program stands: the signal comes again on return, with no handler.
 ///
 /// # Safety
 /// `info` must be that of the signal in hand.
 unsafe fn default_action(sig: c_int, info: *mut c_void, handler: usize) {
     // SAFETY: a siginfo_t begins with signo, errno, code.
     let code = unsafe { info.cast::<c_int>().add(2).read() };
-    let sent = code <= 0; // by kill and its kin: no instruction would repeat it
+    let sent = code <= 0; // by kill and its kin; a fault can not be ignored
     if sent && handler == SIG_IGN {
         return;
     }
-    // SAFETY: no handler. `info` is the caller's.
+    // SAFETY: no handler. `info` is the caller's. The signal is blocked until our handler returns.
     unsafe {
         let _ = sys::rt_sigaction(sig, Some(&KernelAction { handler: SIG_DFL, ..Default::default() }), None);
-        if sent {
-            sys::queue_to_self(sig, info);
-        }
+        sys::queue_to_self(sig, info);
     }
 }
 
