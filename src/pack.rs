@@ -14,6 +14,7 @@
 
 use std::marker::PhantomData;
 
+use crate::isa::Bf16Form;
 use crate::tensor::{DType, QK8_0};
 
 /// Tokens of a panel: the columns of an AMX tile of f32 and the lanes of an AVX-512 vector of f32.
@@ -33,10 +34,10 @@ pub const fn panel_bytes(dtype: DType, k: usize) -> usize {
 }
 
 /// Bytes of one token row for weights of `dtype` with `k` columns: a multiple of 64.
-pub const fn token_row_bytes(dtype: DType, k: usize) -> usize {
+pub fn token_row_bytes(dtype: DType, k: usize) -> usize {
     match dtype {
         DType::Q8_0 => k.div_ceil(64) * Q8_ROW_BLOCK,
-        _ => k.next_multiple_of(32) * 2,
+        _ => k.next_multiple_of(32) * Bf16Form::best().element_bytes(),
     }
 }
 
@@ -97,7 +98,9 @@ impl Panels<'_> {
 
 /// The right operand of the dot form: tokens as rows in k, 64-byte aligned.
 ///
-/// BF16: k values, zeros up to a multiple of 32. INT8: [`Q8_ROW_BLOCK`] bytes for each 64 k, zeros past the end.
+/// INT8: [`Q8_ROW_BLOCK`] bytes for each 64 k, zeros past the end. BF16: the k values rounded to BF16, zeros up to a multiple
+/// of 32, in the form that the CPU multiplies fastest ([`Bf16Form`]): as BF16, or as f32, of each 32 k first those with even k,
+/// then those with odd k.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenRows<'a> {
     /// What the weights are: BF16 or Q8_0.

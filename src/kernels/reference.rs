@@ -106,6 +106,17 @@ pub fn matvec(rows: Rows<'_>, x: &[f32]) -> Vec<f64> {
     (0..rows.n).map(dot).collect()
 }
 
+/// `sum over k of |w[row][k]| * |x[k]|`: what the rounding errors of a product are measured against.
+pub fn magnitudes(rows: Rows<'_>, x: &[f32]) -> Vec<f64> {
+    let x = rounded_activations(rows.dtype, x);
+    let sum = |i: usize| {
+        let row = rows.row(i);
+        // SAFETY: `k` elements a row, by the contract of `Rows`.
+        x.iter().enumerate().map(|(j, &x)| unsafe { f64::from(element(rows.dtype, row, j)) * f64::from(x) }.abs()).sum()
+    };
+    (0..rows.n).map(sum).collect()
+}
+
 /// Normalised mean squared error of `got` against `want`, as ggml's `test-backend-ops` has it.
 pub fn nmse(got: &[f32], want: &[f64]) -> f64 {
     let err: f64 = got.iter().zip(want).map(|(&g, w)| (f64::from(g) - w).powi(2)).sum();

@@ -5,14 +5,16 @@
 //! lanes of weights and tokens alike: a load of 64 bytes of weights serves each token once, no lane is empty, and one
 //! horizontal sum ends each row: for a few tokens, where reading the weights takes the time.
 
-mod bf16;
+mod bf16_fma;
+mod bf16_pairs;
+mod int8;
 pub mod pack;
 pub mod store;
 pub(crate) mod transpose;
 
 use super::Engine;
-use crate::isa::Avx512;
-use crate::pack::{Panels, TokenRows};
+use crate::isa::{Avx512, Bf16Form};
+use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::{DType, Rows};
 
 /// What lies ahead of the row in hand in the order in which this thread reads: where to prefetch.
@@ -35,6 +37,12 @@ impl Ahead {
         let ahead = at.wrapping_add(AHEAD);
         if ahead < self.end { ahead } else { self.next.wrapping_add(ahead.addr() - self.end.addr()) }
     }
+
+    /// What is read after the `bytes` bytes at `at`.
+    fn block_after(self, at: *const u8, bytes: usize) -> *const u8 {
+        let after = at.wrapping_add(bytes);
+        if after < self.end { after } else { self.next }
+    }
 }
 
 impl Engine for Avx512 {
@@ -42,8 +50,11 @@ impl Engine for Avx512 {
 
     fn begin(self) {}
 
-    fn dot_tokens(self, _dtype: DType, tokens: usize) -> usize {
-        tokens % crate::pack::PANEL
+    fn dot_tokens(self, dtype: DType, tokens: usize) -> usize {
+        // Where a panel that is not full still costs less than its tokens one by one.
+        let most = if dtype == DType::Q8_0 { 5 } else { 12 };
+        let rest = tokens % PANEL;
+        if rest <= most { rest } else { 0 }
     }
 
     // SAFETY: contract of `Engine::product`.
@@ -51,7 +62,14 @@ impl Engine for Avx512 {
         debug_assert!(rows.dtype == panels.dtype && rows.k == panels.k);
         match rows.dtype {
             // SAFETY: `self` proves the features; the rest is the caller's promise.
-            DType::Bf16 => unsafe { bf16::panels(rows, panels, c, add) },
+            DType::Bf16 => unsafe {
+                match Bf16Form::best() {
+                    Bf16Form::Fma => bf16_fma::panels(rows, panels, c, add),
+                    Bf16Form::Pairs => bf16_pairs::panels(rows, panels, c, add),
+                }
+            },
+            // SAFETY: as above.
+            DType::Q8_0 => unsafe { int8::panels(rows, panels, c, add) },
             other => unreachable!("no panel product for {other:?}"),
         }
     }
@@ -69,7 +87,14 @@ pub unsafe fn dots(_proof: Avx512, rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f3
     debug_assert!(rows.dtype == xs.dtype && rows.k == xs.k);
     match rows.dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.
-        DType::Bf16 => unsafe { bf16::dots(rows, xs, y, ld) },
+        DType::Bf16 => unsafe {
+            match Bf16Form::best() {
+                Bf16Form::Fma => bf16_fma::dots(rows, xs, y, ld),
+                Bf16Form::Pairs => bf16_pairs::dots(rows, xs, y, ld),
+            }
+        },
+        // SAFETY: as above.
+        DType::Q8_0 => unsafe { int8::dots(rows, xs, y, ld) },
         other => unreachable!("no dot product for {other:?}"),
     }
 }

@@ -3,9 +3,9 @@
 use std::arch::x86_64::*;
 
 use super::transpose::transpose16;
-use crate::isa::Avx512;
-use crate::pack::PANEL;
-use crate::tensor::DType;
+use crate::isa::{Avx512, Bf16Form};
+use crate::pack::{PANEL, Q8_PANEL_BLOCK, Q8_ROW_BLOCK};
+use crate::tensor::{DType, QK8_0};
 
 /// Packs up to 16 tokens as one panel; missing tokens become zeros.
 ///
@@ -18,6 +18,8 @@ pub unsafe fn panel(_proof: Avx512, dtype: DType, k: usize, tokens: &[*const f32
     match dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.
         DType::Bf16 => unsafe { panel_bf16(k, tokens, panel) },
+        // SAFETY: as above.
+        DType::Q8_0 => unsafe { panel_int8(k, tokens, panel) },
         other => unreachable!("no panels for {other:?}"),
     }
 }
@@ -31,7 +33,9 @@ pub unsafe fn token_row(_proof: Avx512, dtype: DType, k: usize, x: *const f32, r
     debug_assert!(row.addr().is_multiple_of(64));
     match dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.
-        DType::Bf16 => unsafe { row_bf16(k, x, row) },
+        DType::Bf16 => unsafe { row_bf16(Bf16Form::best(), k, x, row) },
+        // SAFETY: as above.
+        DType::Q8_0 => unsafe { row_int8(k, x, row) },
         other => unreachable!("no token rows for {other:?}"),
     }
 }
@@ -74,9 +78,120 @@ unsafe fn panel_bf16(k: usize, tokens: &[*const f32], panel: *mut u8) {
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 // SAFETY: as `token_row`.
-unsafe fn row_bf16(k: usize, x: *const f32, row: *mut u8) {
+pub(super) unsafe fn row_bf16(form: Bf16Form, k: usize, x: *const f32, row: *mut u8) {
     for at in (0..k).step_by(32) {
-        // SAFETY: the row is padded to a multiple of 32 elements.
-        unsafe { _mm512_store_si512(row.add(at * 2).cast(), bf16x32(x, at, k)) };
+        // SAFETY: the row has room for k rounded up to 32.
+        unsafe { store_bf16x32(form, row, at, bf16x32(x, at, k)) };
+    }
+}
+
+/// Puts elements `[at, at + 32)` into a BF16 token row.
+#[inline]
+#[target_feature(enable = "avx512f")]
+// SAFETY: `row` has room for them.
+pub(super) unsafe fn store_bf16x32(form: Bf16Form, row: *mut u8, at: usize, v: __m512i) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match form {
+            Bf16Form::Pairs => _mm512_store_si512(row.add(at * 2).cast(), v),
+            Bf16Form::Fma => {
+                let odd = _mm512_and_si512(v, _mm512_set1_epi32(0xFFFF_0000_u32 as i32));
+                _mm512_store_si512(row.add(at * 4).cast(), _mm512_slli_epi32::<16>(v));
+                _mm512_store_si512(row.add(at * 4 + 64).cast(), odd);
+            }
+        }
+    }
+}
+
+/// The quants of 32 f32 (32 bytes) and their scale, rounded to f16, as ggml's `quantize_row_q8_0` has them on x86.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,f16c")]
+fn quantize(lo: __m512, hi: __m512) -> (__m256i, f32) {
+    let max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(lo), _mm512_abs_ps(hi)));
+    let inverse = _mm512_set1_ps(if max == 0.0 { 0.0 } else { 127.0 / max });
+    let quants = |v| _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(v, inverse)));
+    (_mm256_set_m128i(quants(hi), quants(lo)), to_f16_and_back(max / 127.0))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,f16c")]
+fn to_f16_and_back(v: f32) -> f32 {
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(v))))
+}
+
+/// Minus 128 times the sum of each four quants, added to `start`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+pub(super) fn minus_128_sums(start: __m512i, quants: __m512i) -> __m512i {
+    let sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(-128), quants);
+    _mm512_sub_epi32(start, sums)
+}
+
+/// The quants and scales of one or two blocks of a token, at element `at` of `k`; zeros past its end.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,f16c")]
+// SAFETY: `x` is readable for `k` f32, a multiple of 32 above `at`.
+unsafe fn two_blocks(x: *const f32, at: usize, k: usize) -> (__m512i, [f32; 2]) {
+    // SAFETY: below k.
+    let block = |at: usize| unsafe { quantize(_mm512_loadu_ps(x.add(at)), _mm512_loadu_ps(x.add(at + 16))) };
+    let (first, s0) = block(at);
+    if at + QK8_0 >= k {
+        return (_mm512_zextsi256_si512(first), [s0, 0.0]);
+    }
+    let (second, s1) = block(at + QK8_0);
+    (_mm512_inserti64x4::<1>(_mm512_castsi256_si512(first), second), [s0, s1])
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
+// SAFETY: as `panel`.
+unsafe fn panel_int8(k: usize, tokens: &[*const f32], panel: *mut u8) {
+    for at in (0..k).step_by(2 * QK8_0) {
+        let mut quants = [_mm512_setzero_si512(); 16];
+        let mut scales = [[0f32; PANEL]; 2];
+        for (t, &x) in tokens.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            let (q, s) = unsafe { two_blocks(x, at, k) };
+            (quants[t], scales[0][t], scales[1][t]) = (q, s[0], s[1]);
+        }
+        let fours = transpose16(quants);
+        for (b, scales) in scales.iter().enumerate().take((k - at) / QK8_0) {
+            // SAFETY: block at / 32 + b of the panel.
+            unsafe {
+                let block = panel.add((at / QK8_0 + b) * Q8_PANEL_BLOCK);
+                let mut start = _mm512_setzero_si512();
+                for g in 0..8 {
+                    start = minus_128_sums(start, fours[b * 8 + g]);
+                    _mm512_store_si512(block.add(g * 64).cast(), fours[b * 8 + g]);
+                }
+                _mm512_store_ps(block.add(8 * 64).cast(), _mm512_loadu_ps(scales.as_ptr()));
+                _mm512_store_si512(block.add(9 * 64).cast(), start);
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+// SAFETY: as `token_row`.
+unsafe fn row_int8(k: usize, x: *const f32, row: *mut u8) {
+    for at in (0..k).step_by(2 * QK8_0) {
+        // SAFETY: elements below k; pair at / 64 of the row.
+        unsafe {
+            let (quants, scales) = two_blocks(x, at, k);
+            store_int8x64(row.add(at / 64 * Q8_ROW_BLOCK), quants, scales);
+        }
+    }
+}
+
+/// Puts 64 quants and their two scales into an INT8 token row.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512vnni")]
+// SAFETY: `pair` has room for Q8_ROW_BLOCK bytes.
+pub(super) unsafe fn store_int8x64(pair: *mut u8, quants: __m512i, [s0, s1]: [f32; 2]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        _mm512_store_si512(pair.cast(), quants);
+        _mm512_store_si512(pair.add(64).cast(), minus_128_sums(_mm512_setzero_si512(), quants));
+        let both = _mm512_insertf32x8::<1>(_mm512_set1_ps(s0), _mm256_set1_ps(s1));
+        _mm512_store_ps(pair.add(128).cast(), both);
     }
 }

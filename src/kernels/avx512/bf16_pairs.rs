@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 
 use super::{Ahead, even_group};
 use crate::kernels::avx512::transpose::sums4;
-use crate::pack::{PANEL, Panels, TokenRows, token_row_bytes};
+use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
 
 /// Columns for which the panels of a register block stay in the L1 cache while the rows go by: 3 panels of 8 KiB.
@@ -171,7 +171,7 @@ pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
         let mut t = 0;
         while t < xs.tokens {
             let group = even_group(xs.tokens - t, BLOCK_TOKENS);
-            let x = xs.row(t);
+            let x = (xs.row(t), xs.stride);
             // SAFETY: row i and token t of the caller's y.
             let y = unsafe { y.add(t * ld + i) };
             // SAFETY: rows i .. i + n and tokens t .. t + group lie inside.
@@ -201,10 +201,15 @@ pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 // SAFETY: as `dots`.
-unsafe fn dot<const R: usize, const T: usize>(rows: Rows<'_>, i: usize, x: *const u8, y: *mut f32, ld: usize) {
+unsafe fn dot<const R: usize, const T: usize>(
+    rows: Rows<'_>,
+    i: usize,
+    (x, x_stride): (*const u8, usize),
+    y: *mut f32,
+    ld: usize,
+) {
     let k = rows.k;
     let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
-    let x_stride = token_row_bytes(rows.dtype, k);
     let mut acc = [[_mm512_setzero_ps(); T]; R];
     let mut ahead = Ahead::of(&rows).from(w[0]);
     // SAFETY: whole vectors below k, then the last elements under a mask; token rows are padded with zeros.
