@@ -118,6 +118,16 @@ impl<'a> Weights<'a> {
         Rows { n, stride: step * self.row_stride, ..first }
     }
 
+    /// Each expert's first `n` rows and the others: the parts of a merged gate/up matrix.
+    ///
+    /// # Panics
+    /// If there are fewer than `n` rows.
+    pub fn split(&self, n: usize) -> [Self; 2] {
+        assert!(n <= self.n, "rows of the first part");
+        let data = self.data.wrapping_add(n * self.row_stride);
+        [Self { n, ..*self }, Self { n: self.n - n, data, ..*self }]
+    }
+
     /// Bytes of one expert's rows.
     pub fn expert_bytes(&self) -> usize {
         self.dtype.row_bytes(self.k) * self.n

@@ -5,6 +5,7 @@
 
 pub mod amx;
 pub mod avx512;
+pub mod glu;
 pub mod reference;
 
 use crate::pack::Panels;
@@ -14,6 +15,10 @@ use crate::tensor::{DType, Rows};
 pub trait Engine: Copy + Send + Sync {
     /// Holds the thread's state (AMX: its tile configuration, saved and put back) between products of one operation.
     type Session;
+
+    /// How many rows it multiplies at a time: blocks that it is given have a multiple of this, where the matrix does. A
+    /// multiple of 32, so that a Q8_0 block of the next product's k lies in one of them.
+    const ROWS: usize = 32;
 
     /// Starts a run of products on this thread.
     fn begin(self) -> Self::Session;

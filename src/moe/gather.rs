@@ -6,7 +6,7 @@ use crate::isa::Avx512;
 use crate::kernels::avx512::pack;
 use crate::pack::{MAX_TOKEN_ROWS, PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
 use crate::team::Worker;
-use crate::tensor::{DType, View};
+use crate::tensor::DType;
 
 /// The packed tokens of all active experts: all panels, then all token rows.
 #[derive(Clone, Copy, Debug)]
@@ -58,18 +58,19 @@ impl Packed {
     }
 }
 
-/// Address of a pair's activations: `x` is `[k][slots][tokens]`, a slot past the last is taken modulo, as ggml does.
-pub fn source(x: &View<'_>, pair: Pair) -> *const f32 {
-    x.row(pair.slot as usize % x.ne[1], pair.token as usize, 0).cast()
-}
-
 /// Packs this worker's share of the pairs: those panels and rows whose first pair is in the share.
 ///
 /// # Safety
-/// `x` has `packed.k` columns of f32 and the routing's tokens; `packed` was carved for at least this routing; the team's
+/// `source` gives the address of `packed.k` f32 for each pair; `packed` was carved for at least this routing; the team's
 /// workers all call this with the same routing.
 // SAFETY: contract above.
-pub unsafe fn gather(proof: Avx512, w: &Worker<'_>, routing: &Routing<'_>, x: &View<'_>, packed: &Packed) {
+pub unsafe fn gather(
+    proof: Avx512,
+    w: &Worker<'_>,
+    routing: &Routing<'_>,
+    source: &impl Fn(Pair) -> *const f32,
+    packed: &Packed,
+) {
     let share = w.share(routing.pairs.len());
     let (dtype, k) = (packed.dtype, packed.k);
     for a in routing.active {
@@ -83,7 +84,7 @@ pub unsafe fn gather(proof: Avx512, w: &Worker<'_>, routing: &Routing<'_>, x: &V
         for (p, tokens) in lanes.chunks(PANEL).enumerate() {
             if share.contains(&(a.first + p * PANEL)) {
                 let mut addresses = [std::ptr::null(); PANEL];
-                addresses.iter_mut().zip(tokens).for_each(|(a, &pair)| *a = source(x, pair));
+                addresses.iter_mut().zip(tokens).for_each(|(a, &pair)| *a = source(pair));
                 // SAFETY: rows of x; the panel is inside the area and only this worker's.
                 unsafe { pack::panel(proof, dtype, k, &addresses[..tokens.len()], packed.panel(a, p)) };
             }
@@ -91,7 +92,7 @@ pub unsafe fn gather(proof: Avx512, w: &Worker<'_>, routing: &Routing<'_>, x: &V
         for (j, &pair) in rows.iter().enumerate() {
             if share.contains(&(a.first + lanes.len() + j)) {
                 // SAFETY: as above.
-                unsafe { pack::token_row(proof, dtype, k, source(x, pair), packed.row(a, j)) };
+                unsafe { pack::token_row(proof, dtype, k, source(pair), 0, k, packed.row(a, j)) };
             }
         }
     }

@@ -1,12 +1,13 @@
-//! Single products: `MUL_MAT_ID`.
+//! Single products: `MUL_MAT_ID` and `MUL_MAT`.
 
-use super::blocks::{Blocks, CBlock, Multiplier};
+use super::blocks::{Blocks, each};
+use super::cblock::{Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
-use super::routing::{Active, Ids, Pair, Routing};
-use super::{Carver, OpError};
+use super::routing::{Ids, Pair, Routing};
+use super::{Carver, OpError, on_engine};
 use crate::isa::{Avx512, Isa};
 use crate::kernels::Engine;
-use crate::kernels::amx::AmxEngine;
+use crate::kernels::avx512::store::Finish;
 use crate::team::Worker;
 use crate::tensor::{View, ViewMut, Weights};
 
@@ -17,14 +18,6 @@ pub struct MulMatId<'a> {
     x: View<'a>,
     ids: Ids<'a>,
     dst: ViewMut<'a>,
-}
-
-/// Where a worker's pieces of the scratch memory are.
-struct Areas {
-    bytes: usize,
-    routing: *mut u8,
-    packed: Packed,
-    c: *mut f32,
 }
 
 impl<'a> MulMatId<'a> {
@@ -43,18 +36,7 @@ impl<'a> MulMatId<'a> {
 
     /// Bytes of scratch for a team of `nth`.
     pub fn scratch_bytes(&self, nth: usize) -> usize {
-        self.areas(std::ptr::null_mut(), 0, nth).bytes
-    }
-
-    fn areas(&self, scratch: *mut u8, ith: usize, nth: usize) -> Areas {
-        let pairs = self.ids.pairs();
-        let mut carver = Carver::new(scratch);
-        let packed = Packed::carve(&mut carver, self.w.dtype, self.w.k, pairs, self.w.experts);
-        let routing_bytes = Routing::scratch_bytes(pairs, self.w.experts);
-        let routing = carver.take::<u8>(routing_bytes * nth).wrapping_add(routing_bytes * ith);
-        let c_len = CBlock::MAX;
-        let c = carver.take::<f32>(c_len * nth).wrapping_add(c_len * ith);
-        Areas { bytes: carver.used, routing, packed, c }
+        Areas::new(std::ptr::null_mut(), &self.w, self.ids.pairs(), (0, nth)).bytes
     }
 
     /// This worker's part; every worker of the team calls it with the same `scratch`.
@@ -66,40 +48,136 @@ impl<'a> MulMatId<'a> {
     /// `scratch` is 64-byte aligned, has [`MulMatId::scratch_bytes`] for this team, and is used by nothing else meanwhile.
     // SAFETY: contract above.
     pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
-        match isa {
-            // SAFETY: the caller's promise.
-            Isa::Amx(amx) => unsafe { self.run_on(AmxEngine::new(amx), isa.avx512(), w, scratch) },
-            // SAFETY: the caller's promise.
-            Isa::Avx512(avx512) => unsafe { self.run_on(avx512, avx512, w, scratch) },
-        }
+        let product = Product {
+            w: self.w,
+            slots: self.ids.n_used(),
+            tokens: self.ids.n_tokens(),
+            expert: |slot, token| self.ids.get(slot, token),
+            source: |p: Pair| self.x.row(p.slot as usize % self.x.ne[1], p.token as usize, 0).cast(),
+            to: |p: Pair| self.dst.row(p.slot as usize, p.token as usize, 0),
+        };
+        // SAFETY: the caller's promise.
+        on_engine!(isa, |engine| unsafe { product.run(engine, isa.avx512(), w, scratch) })
+    }
+}
+
+/// `MUL_MAT`: `dst[:, i1, i2, i3] = w[i2 / r2, i3 / r3] . x[:, i1, i2, i3]`, where `x` has `r2` and `r3` times the matrices of `w`
+/// in dimensions 2 and 3.
+#[derive(Clone, Copy, Debug)]
+pub struct MulMat<'a> {
+    w: Weights<'a>,
+    ratio: [usize; 2],
+    x: View<'a>,
+    dst: ViewMut<'a>,
+}
+
+impl<'a> MulMat<'a> {
+    /// Weights `[ne3][ne2][n][k]` as `ne2 * ne3` experts (BF16 or Q8_0), `w_ne2` of them in dimension 2; `x` f32
+    /// `[k][tokens][ne2 * r2][ne3 * r3]`; `dst` f32 likewise with `n` instead of `k`. `dst` may overlap `x`, never the weights.
+    ///
+    /// # Panics
+    /// If the shapes do not agree.
+    pub fn new(w: Weights<'a>, w_ne2: usize, x: View<'a>, dst: ViewMut<'a>) -> Self {
+        let w_ne3 = w.experts / w_ne2;
+        assert_eq!(x.ne[0], w.k, "columns of x");
+        assert_eq!(dst.ne, [w.n, x.ne[1], x.ne[2], x.ne[3]], "shape of dst");
+        assert!(
+            w.experts == w_ne2 * w_ne3 && x.ne[2].is_multiple_of(w_ne2) && x.ne[3].is_multiple_of(w_ne3),
+            "broadcast"
+        );
+        Self { w, ratio: [x.ne[2] / w_ne2, x.ne[3] / w_ne3], x, dst }
     }
 
-    // SAFETY: as `run`.
-    unsafe fn run_on<E: Engine>(
-        &self,
-        engine: E,
-        proof: Avx512,
-        w: &Worker<'_>,
-        scratch: *mut u8,
-    ) -> Result<(), OpError> {
-        let areas = self.areas(scratch, w.ith(), w.nth());
+    /// Bytes of scratch for a team of `nth`.
+    pub fn scratch_bytes(&self, nth: usize) -> usize {
+        let pairs = self.x.ne[1] * self.x.ne[2] * self.x.ne[3];
+        Areas::new(std::ptr::null_mut(), &self.w, pairs, (0, nth)).bytes
+    }
+
+    /// This worker's part; every worker of the team calls it with the same `scratch`.
+    ///
+    /// # Errors
+    /// None that can happen; the type is that of the other operations.
+    ///
+    /// # Safety
+    /// `scratch` is 64-byte aligned, has [`MulMat::scratch_bytes`] for this team, and is used by nothing else meanwhile.
+    // SAFETY: contract above.
+    pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
+        let [_, tokens, ne2, ne3] = self.x.ne;
+        let w_ne2 = ne2 / self.ratio[0];
+        // A slot is a pair of indices in dimensions 2 and 3, so that all tokens of a matrix meet.
+        let product = Product {
+            w: self.w,
+            slots: ne2 * ne3,
+            tokens,
+            expert: |slot, _| (slot % ne2 / self.ratio[0] + slot / ne2 / self.ratio[1] * w_ne2) as i32,
+            source: |p: Pair| self.x.row(p.token as usize, p.slot as usize % ne2, p.slot as usize / ne2).cast(),
+            to: |p: Pair| self.dst.row(p.token as usize, p.slot as usize % ne2, p.slot as usize / ne2),
+        };
+        // SAFETY: the caller's promise.
+        on_engine!(isa, |engine| unsafe { product.run(engine, isa.avx512(), w, scratch) })
+    }
+}
+
+/// Where the pieces of the scratch memory are, some of them a worker's own.
+struct Areas {
+    bytes: usize,
+    routing: *mut u8,
+    packed: Packed,
+    c: *mut f32,
+}
+
+impl Areas {
+    fn new(scratch: *mut u8, w: &Weights<'_>, pairs: usize, (ith, nth): (usize, usize)) -> Self {
+        let mut carver = Carver::new(scratch);
+        let packed = Packed::carve(&mut carver, w.dtype, w.k, pairs, w.experts);
+        let routing = carver.take_each(Routing::scratch_bytes(pairs, w.experts), ith, nth);
+        let c = carver.take_each(ROOM * 4, ith, nth).cast();
+        Self { bytes: carver.used, routing, packed, c }
+    }
+}
+
+/// What both operations are: pairs of slot and token, each with its matrix, its activations and its place in the result.
+struct Product<'a, Expert, Source, To> {
+    w: Weights<'a>,
+    slots: usize,
+    tokens: usize,
+    expert: Expert,
+    source: Source,
+    to: To,
+}
+
+impl<Expert, Source, To> Product<'_, Expert, Source, To>
+where
+    Expert: Fn(usize, usize) -> i32,
+    Source: Fn(Pair) -> *const f32,
+    To: Fn(Pair) -> *mut f32,
+{
+    // SAFETY: as `MulMatId::run`.
+    unsafe fn run<E: Engine>(&self, engine: E, proof: Avx512, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
+        let areas = Areas::new(scratch, &self.w, self.slots * self.tokens, (w.ith(), w.nth()));
         let dot_tokens = |tokens| engine.dot_tokens(self.w.dtype, tokens);
+        let shape = [self.slots, self.tokens, self.w.experts];
         // SAFETY: a piece of the scratch for this worker alone.
-        let routing = unsafe { Routing::build(&self.ids, self.w.experts, dot_tokens, areas.routing) }?;
+        let routing = unsafe { Routing::build(&self.expert, shape, dot_tokens, areas.routing) }?;
         // SAFETY: carved for this many pairs; all workers of the team are here.
-        unsafe { gather(proof, w, &routing, &self.x, &areas.packed) };
+        unsafe { gather(proof, w, &routing, &self.source, &areas.packed) };
         w.barrier();
-        let blocks = Blocks::new(&self.w, routing.active.len(), w.nth());
-        // SAFETY: this worker's C block.
-        let mut multiplier = unsafe { Multiplier::new(engine, proof, areas.c) };
-        let row = |pair: Pair| self.dst.row(pair.slot as usize, pair.token as usize, 0);
-        blocks.each(w, &self.w, &routing, |a: &Active, rows, first| {
-            // SAFETY: packed before the barrier and only read since; rows of dst of this expert's pairs, in columns that
-            // are this worker's.
-            unsafe {
-                multiplier.products(rows, &areas.packed, a, |c, at| {
-                    c.scatter(proof, &routing.of(a)[at..], first, &row);
-                });
+        let blocks = Blocks::new(self.w, &routing, w.nth(), E::ROWS);
+        let mut multiplier = Multiplier::new(engine, proof);
+        let finish = Finish { bias: std::ptr::null(), add: false };
+        each(w, blocks.count(), |block, next| {
+            let (active, rows, first) = blocks.get(block);
+            let rows = next.map_or(rows, |next| rows.then(blocks.start(next)));
+            for chunk in Chunk::all(active, rows.n, ROOM) {
+                let pairs = &routing.of(active)[chunk.range()];
+                let to = |t: usize| (self.to)(pairs[t]).wrapping_add(first);
+                // SAFETY: packed before the barrier and only read since; this worker's C block; rows of dst of this
+                // expert's pairs, in columns that are this worker's.
+                unsafe {
+                    let c = multiplier.product(rows, &areas.packed, active, chunk, areas.c);
+                    c.finish(proof, finish, |_| 1.0, to);
+                }
             }
         });
         Ok(())

@@ -1,13 +1,16 @@
 //! The expert FFN: routing and the products as pipelines over a team of threads. Knows nothing of ggml.
 
 mod blocks;
+mod cblock;
+mod ffn;
 mod gather;
 mod matmul;
 pub mod routing;
 
 use std::fmt;
 
-pub use matmul::MulMatId;
+pub use ffn::{Bias, Ffn, FfnParts, Output};
+pub use matmul::{MulMat, MulMatId};
 pub use routing::{Ids, Routing};
 
 /// Why an operation did not run. Nothing was written then.
@@ -55,7 +58,27 @@ impl Carver {
         self.used += (n * size_of::<T>()).next_multiple_of(64);
         at.cast()
     }
+
+    /// Room of `bytes` for each of `nth` workers; the address of worker `ith`'s.
+    fn take_each(&mut self, bytes: usize, ith: usize, nth: usize) -> *mut u8 {
+        let bytes = bytes.next_multiple_of(64);
+        self.take::<u8>(bytes * nth).wrapping_add(bytes * ith)
+    }
 }
+
+/// Runs an expression with the engine that `isa` stands for.
+macro_rules! on_engine {
+    ($isa:expr, |$engine:ident| $run:expr) => {
+        match $isa {
+            $crate::isa::Isa::Amx(amx) => {
+                let $engine = $crate::kernels::amx::AmxEngine::new(amx);
+                $run
+            }
+            $crate::isa::Isa::Avx512($engine) => $run,
+        }
+    };
+}
+use on_engine;
 
 #[cfg(test)]
 mod tests;

@@ -112,7 +112,7 @@ impl<'a> Routing<'a> {
         (carver.used, next, active, sorted)
     }
 
-    /// Sorts the ids by counting. `dot_tokens` says how many of an expert's tokens are to be packed as rows
+    /// Sorts the pairs by counting: `expert(slot, token)` is a pair's, `shape` is slots, tokens, experts. `dot_tokens` says how many of an expert's tokens are to be packed as rows
     /// ([`Engine::dot_tokens`](crate::kernels::Engine::dot_tokens)).
     ///
     /// # Errors
@@ -122,12 +122,12 @@ impl<'a> Routing<'a> {
     /// `scratch` is 64-byte aligned and writable for [`Routing::scratch_bytes`] for `'a`, by this thread alone.
     // SAFETY: contract above.
     pub unsafe fn build(
-        ids: &Ids<'_>,
-        experts: usize,
+        expert: &impl Fn(usize, usize) -> i32,
+        [slots, tokens, experts]: [usize; 3],
         dot_tokens: impl Fn(usize) -> usize,
         scratch: *mut u8,
     ) -> Result<Self, OpError> {
-        let n = ids.pairs();
+        let n = slots * tokens;
         let (_, next, active, pairs) = Self::carve(scratch, n, experts);
         // SAFETY: the carved pieces are disjoint and ours; they are plain data and are written here before they are read.
         let (next, active, pairs) = unsafe {
@@ -140,9 +140,9 @@ impl<'a> Routing<'a> {
                 std::slice::from_raw_parts_mut(pairs, n),
             )
         };
-        for token in 0..ids.n_tokens {
-            for slot in 0..ids.n_used {
-                let id = ids.get(slot, token);
+        for token in 0..tokens {
+            for slot in 0..slots {
+                let id = expert(slot, token);
                 let count = usize::try_from(id).ok().and_then(|e| next.get_mut(e));
                 *count.ok_or(OpError::ExpertId { id, slot, token })? += 1;
             }
@@ -161,10 +161,10 @@ impl<'a> Routing<'a> {
                 rows_before += rows;
             }
         }
-        for token in 0..ids.n_tokens {
-            for slot in 0..ids.n_used {
+        for token in 0..tokens {
+            for slot in 0..slots {
                 // The ids may be changed under us by a broken caller: look the expert and the place up with checks.
-                let id = ids.get(slot, token);
+                let id = expert(slot, token);
                 let changed = OpError::ExpertId { id, slot, token };
                 let next = usize::try_from(id).ok().and_then(|e| next.get_mut(e)).ok_or(changed)?;
                 *pairs.get_mut(*next as usize).ok_or(changed)? = Pair { token: token as u32, slot: slot as u32 };
@@ -204,7 +204,7 @@ mod tests {
             let ids = ids(&data, n_used, n_tokens, stride);
             let scratch = Aligned::new(Routing::scratch_bytes(ids.pairs(), experts));
             // SAFETY: as large as asked for.
-            let routing = unsafe { Routing::build(&ids, experts, |n| n % 16, scratch.ptr()) }.unwrap();
+            let routing = unsafe { Routing::build(&|s, t| ids.get(s, t), [n_used, n_tokens, experts], |n| n % 16, scratch.ptr()) }.unwrap();
             let mut seen = 0;
             for expert in 0..experts {
                 let want: Vec<Pair> = (0..n_tokens as u32)
@@ -226,7 +226,7 @@ mod tests {
             let ids = ids(&data, 3, 4, 3);
             let scratch = Aligned::new(Routing::scratch_bytes(12, 5));
             // SAFETY: as large as asked for.
-            let got = unsafe { Routing::build(&ids, 5, |_| 0, scratch.ptr()) }.unwrap_err();
+            let got = unsafe { Routing::build(&|s, t| ids.get(s, t), [3, 4, 5], |_| 0, scratch.ptr()) }.unwrap_err();
             prop_assert_eq!(got, OpError::ExpertId { id: bad, slot: at % 3, token: at / 3 });
         }
     }

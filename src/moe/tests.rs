@@ -2,9 +2,10 @@
 
 use proptest::prelude::*;
 
-use super::{Ids, MulMatId, OpError};
+use super::{Bias, Ffn, FfnParts, Ids, MulMat, MulMatId, OpError, Output};
 use crate::isa::Isa;
-use crate::kernels::reference::{magnitudes, matvec};
+use crate::kernels::glu::Glu;
+use crate::kernels::reference::{magnitudes, matvec, nmse};
 use crate::team::{self, Team, WorkerError};
 use crate::tensor::{DType, View, ViewMut, Weights};
 use crate::testing::{Aligned, Guarded, Random};
@@ -100,6 +101,193 @@ proptest! {
     #[test]
     fn mul_mat_id_q8_0_is_the_oracles(shape in shapes((1usize..9).prop_map(|b| b * 32)), seed: u64) {
         mul_mat_id(DType::Q8_0, shape, seed)?;
+    }
+}
+
+/// A plain product with batches in dimensions 2 and 3, broadcast as ggml does.
+fn mul_mat(
+    dtype: DType,
+    [k, n, tokens]: [usize; 3],
+    [w2, w3]: [usize; 2],
+    [r2, r3]: [usize; 2],
+    seed: u64,
+) -> Result<(), TestCaseError> {
+    let Some(isa) = isa() else { return Ok(()) };
+    let mut random = Random(seed);
+    let bytes = Guarded::new(&random.weights(dtype, k * n * w2 * w3));
+    let w = Weights::contiguous(dtype, &bytes, [k, n, w2 * w3]);
+    let (ne2, ne3) = (w2 * r2, w3 * r3);
+    let x = random.vec(k * tokens * ne2 * ne3);
+    let mut dst = vec![f32::NAN; n * tokens * ne2 * ne3];
+    let four = |rows: usize| ([rows, tokens, ne2, ne3], [4, 4 * rows, 4 * rows * tokens, 4 * rows * tokens * ne2]);
+    // SAFETY: the vectors have these shapes.
+    let op = unsafe {
+        let x = View::from_raw(DType::F32, x.as_ptr().cast(), four(k).0, four(k).1);
+        MulMat::new(w, w2, x, ViewMut::from_raw(dst.as_mut_ptr().cast(), four(n).0, four(n).1))
+    };
+    let scratch = Aligned::new(op.scratch_bytes(2));
+    team::run(2, |w| {
+        // SAFETY: as large as asked for.
+        unsafe { op.run(isa, &w, scratch.ptr()) }.unwrap();
+    });
+    for (i, (got, x)) in dst.chunks(n).zip(x.chunks(k)).enumerate() {
+        let (i2, i3) = (i / tokens % ne2, i / tokens / ne2);
+        let rows = w.rows(i2 / r2 + i3 / r3 * w2, 0, n);
+        for ((&got, want), magnitude) in got.iter().zip(matvec(rows, x)).zip(magnitudes(rows, x)) {
+            prop_assert!((f64::from(got) - want).abs() <= 4e-6 * magnitude, "row {i}: {got}, not {want}");
+        }
+    }
+    Ok(())
+}
+
+#[derive(Clone, Copy, Debug)]
+struct FfnCase {
+    shape: Shape,
+    types: [DType; 2],
+    n_out: usize,
+    glu: Glu,
+    merged: bool,
+    biases: bool,
+    router: bool,
+    sum: bool,
+}
+
+/// The fused FFN against its parts one by one; on one thread and on three, with the result in memory of its own or over the
+/// activations.
+fn ffn(case: FfnCase, seed: u64) -> Result<(), TestCaseError> {
+    let Some(isa) = isa() else { return Ok(()) };
+    let FfnCase { shape: Shape { k, n: n_ff, experts, n_used, tokens, .. }, types: [t0, t1], n_out, .. } = case;
+    let mut random = Random(seed);
+    let bytes = [random.weights(t0, k * n_ff * experts * 2), random.weights(t1, n_ff * n_out * experts)];
+    let both = Weights::contiguous(t0, &bytes[0], [k, 2 * n_ff, experts]);
+    let [gate, up] = if case.merged {
+        both.split(n_ff)
+    } else {
+        let half = bytes[0].len() / 2;
+        [&bytes[0][..half], &bytes[0][half..]].map(|b| Weights::contiguous(t0, b, [k, n_ff, experts]))
+    };
+    let down = Weights::contiguous(t1, &bytes[1], [n_ff, n_out, experts]);
+    let biases = [n_ff, n_ff, n_out].map(|n| random.vec(n * experts));
+    let bias = |i: usize, n: usize| case.biases.then(|| Bias(view(&biases[i], [n, experts, 1])));
+    let router = random.vec(n_used * tokens);
+    let x = random.vec(k * tokens);
+    let id: Vec<i32> = (0..n_used * tokens).map(|_| random.below(experts).min(random.below(experts)) as i32).collect();
+    let want = ffn_want(&case, [gate, up, down], &biases, &router, &x, &id);
+    let mut first: Option<Vec<f32>> = None;
+    for (threads, alias) in [(1, false), (3, false), (2, true)] {
+        let len = n_out * tokens * if case.sum { 1 } else { n_used };
+        let mut memory = x.clone();
+        memory.resize(x.len().max(len) + len, f32::NAN);
+        let to = memory[if alias { 0 } else { x.len().max(len) }..].as_mut_ptr().cast();
+        let x = view(&memory, [k, 1, tokens]);
+        let ne = if case.sum { [n_out, tokens, 1, 1] } else { [n_out, n_used, tokens, 1] };
+        // SAFETY: room for len values.
+        let dst = unsafe { ViewMut::from_raw(to, ne, [4, 4 * ne[0], 4 * ne[0] * ne[1], 4 * len]) };
+        let op = Ffn::new(FfnParts {
+            x,
+            ids: ids(&id, n_used, tokens),
+            gate,
+            up,
+            gate_bias: bias(0, n_ff),
+            up_bias: bias(1, n_ff),
+            glu: case.glu,
+            down,
+            down_bias: bias(2, n_out),
+            router: case.router.then(|| view(&router, [1, n_used, tokens])),
+            output: if case.sum { Output::Sum(dst) } else { Output::Slots(dst) },
+        });
+        let scratch = Aligned::new(op.scratch_bytes(threads));
+        team::run(threads, |w| {
+            // SAFETY: as large as asked for.
+            unsafe { op.run(isa, &w, scratch.ptr()) }.unwrap();
+        });
+        // SAFETY: written by the operation.
+        let got = unsafe { std::slice::from_raw_parts(to.cast::<f32>(), len) }.to_vec();
+        let error = nmse(&got, &want);
+        prop_assert!(error < 2e-6, "NMSE {error}");
+        prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "other bits on {} threads", threads);
+    }
+    Ok(())
+}
+
+fn ffn_want(
+    case: &FfnCase,
+    [gate, up, down]: [Weights<'_>; 3],
+    biases: &[Vec<f32>; 3],
+    router: &[f32],
+    x: &[f32],
+    id: &[i32],
+) -> Vec<f64> {
+    let FfnCase { shape: Shape { k, n: n_ff, n_used, tokens, .. }, n_out, .. } = *case;
+    let mut want = vec![0f64; n_out * tokens * if case.sum { 1 } else { n_used }];
+    let bias = |i: usize, n: usize, e: usize, j: usize| if case.biases { f64::from(biases[i][e * n + j]) } else { 0.0 };
+    for pair in 0..n_used * tokens {
+        let (token, e) = (pair / n_used, id[pair] as usize);
+        let x = &x[token * k..][..k];
+        let (g, u) = (matvec(gate.rows(e, 0, n_ff), x), matvec(up.rows(e, 0, n_ff), x));
+        let h = |j: usize| case.glu.of((g[j] + bias(0, n_ff, e, j)) as f32, (u[j] + bias(1, n_ff, e, j)) as f32) as f32;
+        let h: Vec<f32> = (0..n_ff).map(h).collect();
+        let weight = if case.router { f64::from(router[pair]) } else { 1.0 };
+        let at = if case.sum { token } else { pair } * n_out;
+        for (j, y) in matvec(down.rows(e, 0, n_out), &h).into_iter().enumerate() {
+            want[at + j] += weight * (y + bias(2, n_out, e, j));
+        }
+    }
+    want
+}
+
+fn glus() -> impl Strategy<Value = Glu> {
+    prop_oneof![
+        Just(Glu::SwiGlu),
+        Just(Glu::ReGlu),
+        Just(Glu::GeGlu),
+        Just(Glu::GeGluErf),
+        Just(Glu::GeGluQuick),
+        Just(Glu::SwiGluOai { alpha: 1.702, limit: 7.0 }),
+        Just(Glu::SwiGluClamp { limit: 1.5 }),
+    ]
+}
+
+fn ffn_cases(types: [DType; 2]) -> impl Strategy<Value = FfnCase> {
+    let odd = |t: DType| (1usize..150).prop_map(move |k| if t == DType::Q8_0 { k.next_multiple_of(32) } else { k });
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    let rest = (1usize..7, 1usize..5, 1usize..50, 1usize..150, glus(), flags);
+    (odd(types[0]), odd(types[1]), rest).prop_map(move |(k, n, (experts, n_used, tokens, n_out, glu, flags))| FfnCase {
+        shape: Shape { k, n, experts, n_used, tokens, shared: true },
+        types,
+        n_out,
+        glu,
+        merged: flags.0,
+        biases: flags.1,
+        router: flags.2,
+        sum: flags.3,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn ffn_bf16_is_its_parts(case in ffn_cases([DType::Bf16; 2]), seed: u64) {
+        ffn(case, seed)?;
+    }
+
+    #[test]
+    fn ffn_q8_0_is_its_parts(case in ffn_cases([DType::Q8_0; 2]), seed: u64) {
+        ffn(case, seed)?;
+    }
+
+    #[test]
+    fn ffn_of_two_types_is_its_parts(case in ffn_cases([DType::Bf16, DType::Q8_0]), seed: u64) {
+        ffn(case, seed)?;
+    }
+
+    #[test]
+    fn mul_mat_is_the_oracles(
+        blocks in 1usize..5, n in 1usize..70, tokens in 1usize..40, w in (1usize..3, 1usize..3), r in (1usize..3, 1usize..3), seed: u64,
+    ) {
+        mul_mat(DType::Bf16, [blocks * 32 - 5, n, tokens], [w.0, w.1], [r.0, r.1], seed)?;
+        mul_mat(DType::Q8_0, [blocks * 32, n, tokens], [w.0, w.1], [r.0, r.1], seed)?;
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod bf16_fma;
 mod bf16_pairs;
+pub mod glu;
 mod int8;
 pub mod pack;
 pub mod store;

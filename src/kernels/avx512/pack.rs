@@ -24,18 +24,19 @@ pub unsafe fn panel(_proof: Avx512, dtype: DType, k: usize, tokens: &[*const f32
     }
 }
 
-/// Packs one token as a row.
+/// Packs elements `[first, first + n)` of a token as that part of its row: all of it, or what a block of weight rows made.
+/// `first` is a multiple of 32, and `n` too but at the end of `k`, where zeros fill the row's last unit.
 ///
 /// # Safety
-/// `x` is readable for `k` f32; `row` is 64-byte aligned and writable for `token_row_bytes(dtype, k)`.
+/// `x`, the element `first`, is readable for `n` f32; `row` is 64-byte aligned and writable for `token_row_bytes(dtype, k)`.
 // SAFETY: contract above.
-pub unsafe fn token_row(_proof: Avx512, dtype: DType, k: usize, x: *const f32, row: *mut u8) {
-    debug_assert!(row.addr().is_multiple_of(64));
+pub unsafe fn token_row(_proof: Avx512, dtype: DType, k: usize, x: *const f32, first: usize, n: usize, row: *mut u8) {
+    debug_assert!(row.addr().is_multiple_of(64) && first.is_multiple_of(32) && first + n <= k);
     match dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.
-        DType::Bf16 => unsafe { row_bf16(Bf16Form::best(), k, x, row) },
+        DType::Bf16 => unsafe { row_bf16(Bf16Form::best(), x, first, n, row) },
         // SAFETY: as above.
-        DType::Q8_0 => unsafe { row_int8(k, x, row) },
+        DType::Q8_0 => unsafe { row_int8(k, x, first, n, row) },
         other => unreachable!("no token rows for {other:?}"),
     }
 }
@@ -78,18 +79,31 @@ unsafe fn panel_bf16(k: usize, tokens: &[*const f32], panel: *mut u8) {
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 // SAFETY: as `token_row`.
-pub(super) unsafe fn row_bf16(form: Bf16Form, k: usize, x: *const f32, row: *mut u8) {
-    for at in (0..k).step_by(32) {
+pub(super) unsafe fn row_bf16(form: Bf16Form, x: *const f32, first: usize, n: usize, row: *mut u8) {
+    for at in (0..n).step_by(32) {
         // SAFETY: the row has room for k rounded up to 32.
-        unsafe { store_bf16x32(form, row, at, bf16x32(x, at, k)) };
+        unsafe { store_bf16x32(form, row, first + at, bf16x32(x, at, n)) };
     }
+}
+
+/// Two vectors of 16 lanes, of k and of k + 1, as 16 pairs of BF16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+pub(super) fn to_bf16_pairs(k0: __m512, k1: __m512) -> __m512i {
+    #[rustfmt::skip]
+    let interleave = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0,
+    );
+    // SAFETY: both are 64 bytes of plain data.
+    let halves: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(k1, k0)) };
+    _mm512_permutexvar_epi16(interleave, halves)
 }
 
 /// Puts elements `[at, at + 32)` into a BF16 token row.
 #[inline]
 #[target_feature(enable = "avx512f")]
 // SAFETY: `row` has room for them.
-pub(super) unsafe fn store_bf16x32(form: Bf16Form, row: *mut u8, at: usize, v: __m512i) {
+unsafe fn store_bf16x32(form: Bf16Form, row: *mut u8, at: usize, v: __m512i) {
     // SAFETY: the caller's promise.
     unsafe {
         match form {
@@ -122,7 +136,7 @@ fn to_f16_and_back(v: f32) -> f32 {
 /// Minus 128 times the sum of each four quants, added to `start`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
-pub(super) fn minus_128_sums(start: __m512i, quants: __m512i) -> __m512i {
+fn minus_128_sums(start: __m512i, quants: __m512i) -> __m512i {
     let sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(-128), quants);
     _mm512_sub_epi32(start, sums)
 }
@@ -170,28 +184,63 @@ unsafe fn panel_int8(k: usize, tokens: &[*const f32], panel: *mut u8) {
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
-// SAFETY: as `token_row`.
-unsafe fn row_int8(k: usize, x: *const f32, row: *mut u8) {
-    for at in (0..k).step_by(2 * QK8_0) {
-        // SAFETY: elements below k; pair at / 64 of the row.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
+// SAFETY: as `token_row`; `n` is a multiple of 32.
+unsafe fn row_int8(k: usize, x: *const f32, first: usize, n: usize, row: *mut u8) {
+    for at in (0..n).step_by(QK8_0) {
+        // SAFETY: elements below n; their block of the row.
         unsafe {
-            let (quants, scales) = two_blocks(x, at, k);
-            store_int8x64(row.add(at / 64 * Q8_ROW_BLOCK), quants, scales);
+            let (quants, scale) = quantize(_mm512_loadu_ps(x.add(at)), _mm512_loadu_ps(x.add(at + 16)));
+            store_int8x32(row, first + at, quants, scale);
+            if first + at + QK8_0 == k && !k.is_multiple_of(64) {
+                store_int8x32(row, k, _mm256_setzero_si256(), 0.0);
+            }
         }
     }
 }
 
-/// Puts 64 quants and their two scales into an INT8 token row.
+/// Puts a block of 32 quants at element `at` and its scale into an INT8 token row: half of each of the three vectors.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq,avx512vnni")]
-// SAFETY: `pair` has room for Q8_ROW_BLOCK bytes.
-pub(super) unsafe fn store_int8x64(pair: *mut u8, quants: __m512i, [s0, s1]: [f32; 2]) {
+#[target_feature(enable = "avx512f,avx512vl,avx512vnni")]
+// SAFETY: `row` has room for element `at`'s pair of blocks.
+unsafe fn store_int8x32(row: *mut u8, at: usize, quants: __m256i, scale: f32) {
+    let sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(-128), quants);
     // SAFETY: the caller's promise.
     unsafe {
-        _mm512_store_si512(pair.cast(), quants);
-        _mm512_store_si512(pair.add(64).cast(), minus_128_sums(_mm512_setzero_si512(), quants));
-        let both = _mm512_insertf32x8::<1>(_mm512_set1_ps(s0), _mm256_set1_ps(s1));
-        _mm512_store_ps(pair.add(128).cast(), both);
+        let half = row.add(at / 64 * Q8_ROW_BLOCK + at % 64);
+        _mm256_store_si256(half.cast(), quants);
+        _mm256_store_si256(half.add(64).cast(), _mm256_sub_epi32(_mm256_setzero_si256(), sums));
+        _mm256_store_ps(half.add(128).cast(), _mm256_set1_ps(scale));
+    }
+}
+
+/// 32 vectors of 16 lanes, one of each k, as a block of an INT8 panel: each lane with its own scale.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
+// SAFETY: `h` is readable for 32 vectors, `block` writable for Q8_PANEL_BLOCK; both are 64-byte aligned.
+pub(super) unsafe fn quantize_lanes(h: *const f32, block: *mut u8) {
+    // SAFETY: vector i of 32.
+    let vector = |i: usize| unsafe { _mm512_load_ps(h.add(i * PANEL)) };
+    let max = (0..QK8_0).fold(_mm512_setzero_ps(), |max, i| _mm512_max_ps(max, _mm512_abs_ps(vector(i))));
+    let some = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(max, _mm512_setzero_ps());
+    let inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(127.0), max);
+    let scale = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_div_ps(max, _mm512_set1_ps(127.0)));
+    let mut start = _mm512_setzero_si512();
+    for g in 0..8 {
+        let byte = |j: i32| {
+            let quants = _mm512_cvtps_epi32(_mm512_mul_ps(vector(g * 4 + j as usize), inverse));
+            _mm512_and_si512(quants, _mm512_set1_epi32(0xFF))
+        };
+        let low = _mm512_or_si512(byte(0), _mm512_slli_epi32::<8>(byte(1)));
+        let high = _mm512_or_si512(byte(2), _mm512_slli_epi32::<8>(byte(3)));
+        let four = _mm512_or_si512(low, _mm512_slli_epi32::<16>(high));
+        start = minus_128_sums(start, four);
+        // SAFETY: group g of the block.
+        unsafe { _mm512_store_si512(block.add(g * 64).cast(), four) };
+    }
+    // SAFETY: the last two vectors of the block.
+    unsafe {
+        _mm512_store_ps(block.add(8 * 64).cast(), _mm512_cvtph_ps(scale));
+        _mm512_store_si512(block.add(9 * 64).cast(), start);
     }
 }

@@ -54,8 +54,8 @@ fn products(isa: Avx512, w: &Weights<'_>, x: &[Vec<f32>]) -> Vec<Vec<Vec<f32>>> 
             for (t, x) in x.iter().enumerate() {
                 let row = rx.ptr().add(t * stride);
                 match w.dtype {
-                    DType::Bf16 => pack::row_bf16(form, k, x.as_ptr(), row),
-                    dtype => pack::token_row(isa, dtype, k, x.as_ptr(), row),
+                    DType::Bf16 => pack::row_bf16(form, x.as_ptr(), 0, k, row),
+                    dtype => pack::token_row(isa, dtype, k, x.as_ptr(), 0, k, row),
                 }
             }
             product(rows, Panels::from_raw(w.dtype, px.ptr(), k, tokens), c.ptr().cast(), false);

@@ -1,0 +1,207 @@
+//! The product of a block of weight rows with some tokens of one expert, and what becomes of it.
+
+use super::blocks::MAX_ROWS;
+use super::gather::Packed;
+use super::routing::Active;
+use crate::isa::Avx512;
+use crate::kernels::Engine;
+use crate::kernels::avx512::store::{Finish, lanes_to_panel};
+use crate::kernels::avx512::{dots, glu, pack};
+use crate::kernels::glu::Glu;
+use crate::pack::{MAX_TOKEN_ROWS, PANEL};
+use crate::tensor::{DType, Rows};
+
+/// Some tokens of an expert.
+#[derive(Clone, Copy, Debug)]
+pub enum Chunk {
+    /// Panels `[first, first + panels)` with `tokens` tokens.
+    Lanes {
+        /// First panel.
+        first: usize,
+        /// Panels.
+        panels: usize,
+        /// Tokens, at most 16 for each panel.
+        tokens: usize,
+    },
+    /// All token rows, which come after `lanes` tokens in panels.
+    Rows {
+        /// Tokens before.
+        lanes: usize,
+        /// Tokens.
+        tokens: usize,
+    },
+}
+
+impl Chunk {
+    /// The expert's tokens in pieces whose C blocks with `n` weight rows fit in `room` f32.
+    pub fn all(active: &Active, n: usize, room: usize) -> impl Iterator<Item = Self> {
+        let (lanes, panels, rows) = (active.lanes(), active.panels(), active.rows);
+        let most = room / (n * PANEL);
+        let pieces = (0..panels).step_by(most).map(move |first| {
+            let panels = most.min(panels - first);
+            Self::Lanes { first, panels, tokens: (panels * PANEL).min(lanes - first * PANEL) }
+        });
+        pieces.chain((rows > 0).then_some(Self::Rows { lanes, tokens: rows }))
+    }
+
+    /// The tokens' places among the expert's.
+    pub fn range(&self) -> std::ops::Range<usize> {
+        match *self {
+            Self::Lanes { first, tokens, .. } => first * PANEL..first * PANEL + tokens,
+            Self::Rows { lanes, tokens } => lanes..lanes + tokens,
+        }
+    }
+}
+
+/// f32 that are room for any C block: 256 KiB, for the L2 cache.
+pub const ROOM: usize = 64 << 10;
+const _: () = assert!(MAX_TOKEN_ROWS * MAX_ROWS <= ROOM / 2 && MAX_ROWS * PANEL <= ROOM / 2);
+
+/// One thread's engine and its state.
+pub struct Multiplier<E: Engine> {
+    engine: E,
+    session: E::Session,
+    proof: Avx512,
+}
+
+impl<E: Engine> Multiplier<E> {
+    /// Starts a run of products on this thread.
+    pub fn new(engine: E, proof: Avx512) -> Self {
+        Self { engine, session: engine.begin(), proof }
+    }
+
+    /// Multiplies the rows with the tokens of a chunk.
+    ///
+    /// # Safety
+    /// `packed` holds the expert's tokens for rows of this type and k; `c` is 64-byte aligned and writable for what
+    /// [`Chunk::all`] was told.
+    // SAFETY: contract above.
+    pub unsafe fn product(
+        &mut self,
+        rows: Rows<'_>,
+        packed: &Packed,
+        active: &Active,
+        chunk: Chunk,
+        c: *mut f32,
+    ) -> CBlock {
+        match chunk {
+            Chunk::Lanes { first, panels, .. } => {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let panels = packed.panels(active, first, panels);
+                    self.engine.product(&mut self.session, rows, panels, c, false);
+                }
+            }
+            Chunk::Rows { .. } => {
+                // SAFETY: the caller's promise.
+                unsafe { dots(self.proof, rows, packed.rows(active), c, rows.n.next_multiple_of(PANEL)) };
+            }
+        }
+        CBlock { chunk, c, n: rows.n }
+    }
+}
+
+/// A product: for panels `[panel][n][16 lanes]`, for token rows `[token][n rounded up to 16]`.
+#[derive(Clone, Copy, Debug)]
+pub struct CBlock {
+    chunk: Chunk,
+    c: *mut f32,
+    n: usize,
+}
+
+impl CBlock {
+    fn ld(&self) -> usize {
+        self.n.next_multiple_of(PANEL)
+    }
+
+    /// Transform (c): token `t` of the chunk goes to `row(t)`, `n` values, with weight `weight(t)` (see [`Finish`]).
+    ///
+    /// # Safety
+    /// The block is initialised; the rows are writable and nobody else's; the bias is as `Finish` wants it.
+    // SAFETY: contract above.
+    pub unsafe fn finish(
+        &self,
+        proof: Avx512,
+        finish: Finish,
+        weight: impl Fn(usize) -> f32,
+        row: impl Fn(usize) -> *mut f32,
+    ) {
+        match self.chunk {
+            Chunk::Lanes { panels, tokens, .. } => {
+                for p in 0..panels {
+                    let (mut rows, mut weights) = ([std::ptr::null_mut(); PANEL], [0.0; PANEL]);
+                    let count = PANEL.min(tokens - p * PANEL);
+                    for t in 0..count {
+                        (rows[t], weights[t]) = (row(p * PANEL + t), weight(p * PANEL + t));
+                    }
+                    // SAFETY: panel p of the block; the caller's rows.
+                    unsafe { finish.lanes(proof, self.c.add(p * self.n * PANEL), self.n, &rows[..count], &weights) };
+                }
+            }
+            Chunk::Rows { tokens, .. } => {
+                for t in 0..tokens {
+                    // SAFETY: token t of the block; the caller's row.
+                    unsafe { finish.row(proof, self.c.add(t * self.ld()), self.n, row(t), weight(t)) };
+                }
+            }
+        }
+    }
+
+    /// Makes this block of gate values that of `glu(gate, up)`. Biases are one value for each row of the block, or null.
+    ///
+    /// # Safety
+    /// Both blocks are initialised and of the same rows and tokens; the biases are readable.
+    // SAFETY: contract above.
+    pub unsafe fn glu(&self, proof: Avx512, kind: Glu, up: &Self, bias: [*const f32; 2]) {
+        let n = self.n;
+        match self.chunk {
+            Chunk::Lanes { panels, .. } => {
+                for p in 0..panels {
+                    let at = p * n * PANEL;
+                    // SAFETY: panel p of the blocks.
+                    unsafe { glu::lanes(proof, kind, self.c.add(at), up.c.add(at), n, bias) };
+                }
+            }
+            Chunk::Rows { tokens, .. } => {
+                for t in 0..tokens {
+                    let at = t * self.ld();
+                    // SAFETY: token t of the blocks.
+                    unsafe { glu::row(proof, kind, self.c.add(at), up.c.add(at), n, bias) };
+                }
+            }
+        }
+    }
+
+    /// Transform (b): the block becomes columns `[first, first + n)` of the expert's packed tokens in `packed`, whose weights
+    /// are of type `dtype` and have `k` columns.
+    ///
+    /// # Safety
+    /// The block is initialised; those columns are nobody else's; `first` is a multiple of 32, and `n` too but at the end.
+    // SAFETY: contract above.
+    pub unsafe fn repack(
+        &self,
+        proof: Avx512,
+        packed: &Packed,
+        active: &Active,
+        first: usize,
+        (dtype, k): (DType, usize),
+    ) {
+        let n = self.n;
+        match self.chunk {
+            Chunk::Lanes { first: panel, panels, .. } => {
+                for p in 0..panels {
+                    let to = packed.panel(active, panel + p);
+                    // SAFETY: panel p of the block; columns of the expert's panel.
+                    unsafe { lanes_to_panel(proof, dtype, self.c.add(p * n * PANEL), n, to, first) };
+                }
+            }
+            Chunk::Rows { tokens, .. } => {
+                for t in 0..tokens {
+                    let to = packed.row(active, t);
+                    // SAFETY: token t of the block; columns of the expert's token row.
+                    unsafe { pack::token_row(proof, dtype, k, self.c.add(t * self.ld()), first, n, to) };
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! The expert FFN as one pipeline: `sum over slots of router weight * (down . glu(gate . x, up . x))`.
+//!
+//! Three phases with a barrier between (paper, section 4): route and gather; gate, up and GLU, whose result is stored as the
+//! panels of the next product; down, whose result is transposed, weighted and summed as it is stored.
+
+use super::blocks::{Blocks, block_rows, each};
+use super::cblock::{Chunk, Multiplier, ROOM};
+use super::gather::{Packed, gather};
+use super::routing::{Active, Ids, Pair, Routing};
+use super::{Carver, OpError, on_engine};
+use crate::isa::{Avx512, Isa};
+use crate::kernels::Engine;
+use crate::kernels::avx512::store::Finish;
+use crate::kernels::glu::Glu;
+use crate::team::Worker;
+use crate::tensor::{View, ViewMut, Weights};
+
+/// A bias of each expert (`ADD_ID`): f32 `[n][experts]`, rows contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Bias<'a>(pub View<'a>);
+
+impl Bias<'_> {
+    /// Address of an expert's bias from row `first` on; null if there is none.
+    fn at(bias: Option<Self>, expert: usize, first: usize) -> *const f32 {
+        bias.map_or(std::ptr::null(), |b| b.0.row(expert, 0, 0).cast::<f32>().wrapping_add(first))
+    }
+}
+
+/// Where the result goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Output<'a> {
+    /// f32 `[n_embd][slots][tokens]`: each slot for itself.
+    Slots(ViewMut<'a>),
+    /// f32 `[n_embd][tokens]`: the sum over the slots.
+    Sum(ViewMut<'a>),
+}
+
+/// What to compute. A merged gate/up matrix is two views of it (see [`Weights::split`]).
+#[derive(Clone, Copy, Debug)]
+pub struct FfnParts<'a> {
+    /// Activations, f32 `[n_embd][slots or 1][tokens]`.
+    pub x: View<'a>,
+    /// The router's choice.
+    pub ids: Ids<'a>,
+    /// Gate weights `[expert][n_ff][n_embd]`.
+    pub gate: Weights<'a>,
+    /// Up weights, of the same type and shape.
+    pub up: Weights<'a>,
+    /// Biases of gate and up.
+    pub gate_bias: Option<Bias<'a>>,
+    /// As `gate_bias`.
+    pub up_bias: Option<Bias<'a>>,
+    /// The gated unit.
+    pub glu: Glu,
+    /// Down weights `[expert][n_out][n_ff]`, of any type that has kernels.
+    pub down: Weights<'a>,
+    /// Bias of down.
+    pub down_bias: Option<Bias<'a>>,
+    /// Router weights, f32 `[1][slots][tokens]`; without them all are 1.
+    pub router: Option<View<'a>>,
+    /// Where the result goes.
+    pub output: Output<'a>,
+}
+
+/// The fused expert FFN.
+#[derive(Clone, Copy, Debug)]
+pub struct Ffn<'a>(FfnParts<'a>);
+
+/// Where the pieces of the scratch memory are, some of them a worker's own.
+struct Areas {
+    bytes: usize,
+    x: Packed,
+    h: Packed,
+    routing: *mut u8,
+    weights: *mut f32,
+    c: *mut f32,
+    sums: *mut f32,
+}
+
+/// One worker's state while it runs.
+struct Run<'a, E: Engine> {
+    parts: &'a FfnParts<'a>,
+    proof: Avx512,
+    areas: Areas,
+    routing: Routing<'a>,
+    multiplier: Multiplier<E>,
+}
+
+impl<'a> Ffn<'a> {
+    /// The result may overlap the activations, ids and router weights: they are copied before the first write to it. It may not
+    /// overlap weights or biases.
+    ///
+    /// # Panics
+    /// If the shapes do not agree.
+    pub fn new(parts: FfnParts<'a>) -> Self {
+        let FfnParts { x, ids, gate, up, down, router, output, .. } = parts;
+        assert_eq!((x.ne[0], x.ne[2]), (gate.k, ids.n_tokens()), "shape of x");
+        assert_eq!((up.dtype, up.k, up.n), (gate.dtype, gate.k, gate.n), "gate and up");
+        assert_eq!((up.experts, down.experts, down.k), (gate.experts, gate.experts, gate.n), "gate and down");
+        for (bias, w) in [(parts.gate_bias, gate), (parts.up_bias, up), (parts.down_bias, down)] {
+            assert!(bias.is_none_or(|b| b.0.ne[..2] == [w.n, w.experts] && b.0.nb[0] == 4), "shape of a bias");
+        }
+        let slots = [ids.n_used(), ids.n_tokens()];
+        assert!(router.is_none_or(|r| r.ne[..3] == [1, slots[0], slots[1]]), "shape of the router weights");
+        match output {
+            Output::Slots(dst) => assert_eq!(dst.ne[..3], [down.n, slots[0], slots[1]], "shape of the result"),
+            Output::Sum(dst) => assert_eq!(dst.ne[..2], [down.n, slots[1]], "shape of the result"),
+        }
+        Self(parts)
+    }
+
+    /// Bytes of scratch for a team of `nth`.
+    pub fn scratch_bytes(&self, nth: usize) -> usize {
+        self.areas(std::ptr::null_mut(), 0, nth).bytes
+    }
+
+    fn areas(&self, scratch: *mut u8, ith: usize, nth: usize) -> Areas {
+        let FfnParts { ids, gate, down, .. } = &self.0;
+        let (pairs, experts) = (ids.pairs(), gate.experts);
+        let mut carver = Carver::new(scratch);
+        let x = Packed::carve(&mut carver, gate.dtype, gate.k, pairs, experts);
+        let h = Packed::carve(&mut carver, down.dtype, down.k, pairs, experts);
+        let routing = carver.take_each(Routing::scratch_bytes(pairs, experts), ith, nth);
+        let weights = carver.take_each(pairs * 4, ith, nth).cast();
+        let c = carver.take_each(ROOM * 4, ith, nth).cast();
+        let sums = match self.0.output {
+            Output::Sum(_) => carver.take_each(ids.n_tokens() * sum_rows(ids.n_tokens()) * 4, ith, nth).cast(),
+            Output::Slots(_) => std::ptr::null_mut(),
+        };
+        Areas { bytes: carver.used, x, h, routing, weights, c, sums }
+    }
+
+    /// This worker's part; every worker of the team calls it with the same `scratch`.
+    ///
+    /// # Errors
+    /// [`OpError::ExpertId`]: then no worker wrote to the result.
+    ///
+    /// # Safety
+    /// `scratch` is 64-byte aligned, has [`Ffn::scratch_bytes`] for this team, and is used by nothing else meanwhile.
+    // SAFETY: contract above.
+    pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
+        // SAFETY: the caller's promise.
+        on_engine!(isa, |engine| unsafe { self.run_on(engine, isa.avx512(), w, scratch) })
+    }
+
+    // SAFETY: as `run`.
+    unsafe fn run_on<E: Engine>(
+        &self,
+        engine: E,
+        proof: Avx512,
+        w: &Worker<'_>,
+        scratch: *mut u8,
+    ) -> Result<(), OpError> {
+        let FfnParts { x, ids, gate, down, .. } = &self.0;
+        let areas = self.areas(scratch, w.ith(), w.nth());
+        // Gate and down may differ in type, but a token is packed in one way for both.
+        let rows = |tokens| engine.dot_tokens(gate.dtype, tokens).min(engine.dot_tokens(down.dtype, tokens));
+        let shape = [ids.n_used(), ids.n_tokens(), gate.experts];
+        // SAFETY: a piece of the scratch for this worker alone.
+        let routing = unsafe { Routing::build(&|slot, token| ids.get(slot, token), shape, rows, areas.routing) }?;
+        if let Some(router) = &self.0.router {
+            for (i, pair) in routing.pairs.iter().enumerate() {
+                // SAFETY: an element of the view; room for one of each pair.
+                unsafe {
+                    let weight = router.row(pair.slot as usize, pair.token as usize, 0).cast::<f32>();
+                    areas.weights.add(i).write(weight.read_unaligned());
+                }
+            }
+        }
+        let source = |p: Pair| x.row(p.slot as usize % x.ne[1], p.token as usize, 0).cast();
+        // SAFETY: carved for this many pairs; all workers of the team are here.
+        unsafe { gather(proof, w, &routing, &source, &areas.x) };
+        w.barrier();
+        let multiplier = Multiplier::new(engine, proof);
+        let mut run = Run { parts: &self.0, proof, areas, routing, multiplier };
+        // SAFETY: the tokens are packed; then, behind the barrier, the next product's tokens are.
+        unsafe {
+            run.gate_up(w);
+            w.barrier();
+            match self.0.output {
+                Output::Slots(dst) => run.down(w, dst),
+                Output::Sum(dst) => run.down_sum(w, dst),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows of a block of the down product with a sum: so that a thread's sums of all tokens stay in the L2
+/// cache (512 KiB up to 2048 tokens); a multiple of any engine's [`Engine::ROWS`].
+fn sum_rows(tokens: usize) -> usize {
+    ((128 << 10) / tokens.max(1)).clamp(64, 128) / 64 * 64
+}
+
+impl<E: Engine> Run<'_, E> {
+    /// Phase 2: gate, up and GLU of the blocks that fall to this worker, into the down product's packed tokens.
+    // SAFETY: the tokens are packed in `areas.x`, all workers are here.
+    unsafe fn gate_up(&mut self, w: &Worker<'_>) {
+        let FfnParts { gate, up, gate_bias, up_bias, glu, down, .. } = *self.parts;
+        let [gates, ups] = [gate, up].map(|m| Blocks::new(m, &self.routing, w.nth(), E::ROWS));
+        let (c, room) = (self.areas.c, ROOM / 2);
+        each(w, gates.count(), |block, next| {
+            let (active, gate, first) = gates.get(block);
+            let (_, up, _) = ups.get(block);
+            let gate = gate.then(up.data);
+            let up = next.map_or(up, |next| up.then(gates.start(next)));
+            let bias = [gate_bias, up_bias].map(|b| Bias::at(b, active.expert, first));
+            for chunk in Chunk::all(active, gate.n, room) {
+                // SAFETY: packed before the barrier and only read since; this worker's two C blocks; columns of the next
+                // tokens that are this worker's.
+                unsafe {
+                    let g = self.multiplier.product(gate, &self.areas.x, active, chunk, c);
+                    let u = self.multiplier.product(up, &self.areas.x, active, chunk, c.add(room));
+                    g.glu(self.proof, glu, &u, bias);
+                    g.repack(self.proof, &self.areas.h, active, first, (down.dtype, down.k));
+                }
+            }
+        });
+    }
+
+    /// Router weight of the expert's pair `t`.
+    fn weight(&self, active: &Active, t: usize) -> f32 {
+        match self.parts.router {
+            // SAFETY: written for each pair.
+            Some(_) => unsafe { self.areas.weights.add(active.first + t).read() },
+            None => 1.0,
+        }
+    }
+
+    /// Phase 3, each slot for itself.
+    // SAFETY: the tokens are packed in `areas.h`, all workers are here.
+    unsafe fn down(&mut self, w: &Worker<'_>, dst: ViewMut<'_>) {
+        let FfnParts { down, down_bias, .. } = *self.parts;
+        let blocks = Blocks::new(down, &self.routing, w.nth(), E::ROWS);
+        each(w, blocks.count(), |block, next| {
+            let (active, rows, first) = blocks.get(block);
+            let rows = next.map_or(rows, |next| rows.then(blocks.start(next)));
+            let finish = Finish { bias: Bias::at(down_bias, active.expert, first), add: false };
+            for chunk in Chunk::all(active, rows.n, ROOM) {
+                let at = chunk.range();
+                let pairs = &self.routing.of(active)[at.clone()];
+                let to = |t: usize| dst.row(pairs[t].slot as usize, pairs[t].token as usize, 0).wrapping_add(first);
+                // SAFETY: packed before the barrier and only read since; this worker's C block and columns of dst.
+                unsafe {
+                    let c = self.multiplier.product(rows, &self.areas.h, active, chunk, self.areas.c);
+                    c.finish(self.proof, finish, |t| self.weight(active, at.start + t), to);
+                }
+            }
+        });
+    }
+
+    /// Phase 3 with the sum over the slots: a block of output rows at a time, all experts in turn, so that each sum has one
+    /// writer and one order.
+    // SAFETY: the tokens are packed in `areas.h`, all workers are here.
+    unsafe fn down_sum(&mut self, w: &Worker<'_>, dst: ViewMut<'_>) {
+        let FfnParts { down, down_bias, ids, .. } = *self.parts;
+        let (active, tokens) = (self.routing.active, ids.n_tokens());
+        let step = if active.iter().any(|a| a.lanes() > 0) { E::ROWS } else { 8 };
+        let size = block_rows(&down, down.n, w.nth(), step).min(sum_rows(tokens));
+        let n = |block: usize| size.min(down.n - block * size);
+        each(w, down.n.div_ceil(size), |block, next| {
+            let (first, n) = (block * size, n(block));
+            // SAFETY: this worker's sums.
+            unsafe { self.areas.sums.write_bytes(0, tokens * size) };
+            for (i, a) in active.iter().enumerate() {
+                let rows = down.rows(a.expert, first, n);
+                let next = match active.get(i + 1) {
+                    Some(a) => Some(down.rows(a.expert, first, 0)),
+                    None => next.map(|next| down.rows(active[0].expert, next * size, 0)),
+                };
+                let rows = next.map_or(rows, |next| rows.then(next.data));
+                let finish = Finish { bias: Bias::at(down_bias, a.expert, first), add: true };
+                for chunk in Chunk::all(a, n, ROOM) {
+                    let at = chunk.range();
+                    let pairs = &self.routing.of(a)[at.clone()];
+                    let to = |t: usize| self.areas.sums.wrapping_add(pairs[t].token as usize * size);
+                    // SAFETY: packed before the barrier and only read since; this worker's C block and sums.
+                    unsafe {
+                        let c = self.multiplier.product(rows, &self.areas.h, a, chunk, self.areas.c);
+                        c.finish(self.proof, finish, |t| self.weight(a, at.start + t), to);
+                    }
+                }
+            }
+            for token in 0..tokens {
+                let to = dst.row(token, 0, 0).wrapping_add(first);
+                // SAFETY: n values of the token's sums; columns of dst that are this worker's.
+                unsafe { to.copy_from_nonoverlapping(self.areas.sums.add(token * size), n) };
+            }
+        });
+    }
+}
