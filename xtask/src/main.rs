@@ -1,2 +1,86 @@
-//! Project tasks.
-fn main() {}
+//! The project's tasks: `cargo xtask llama | model | demo | test`.
+//!
+//! Everything that a task needs is brought or built under `target/`; what is there already is left alone.
+
+mod bench;
+mod demo;
+mod llama;
+mod logits;
+mod model;
+mod paths;
+mod plugin;
+mod run;
+mod source;
+mod test;
+mod toolchain;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand};
+
+use run::Ui;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", about, version)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Bring llama.cpp and build it in target/llama (LLAMA_CPP_DIR: build that checkout instead)
+    Llama(LlamaArgs),
+    /// Write a model of random weights with real layer shapes to target/models
+    Model(model::ModelArgs),
+    /// The main job: one model through stock llama.cpp and through HiNa, in turn, and one table
+    Demo(demo::DemoArgs),
+    /// Every check and test of the project
+    Test(test::TestArgs),
+}
+
+#[derive(Args)]
+struct LlamaArgs {
+    /// Build it with HiNa linked in statically, in target/llama-static
+    #[arg(long = "static", conflicts_with = "api3")]
+    linked: bool,
+    /// Build libllama of ggml 0.26 (backend interface 3), in target/llama-026
+    #[arg(long)]
+    api3: bool,
+}
+
+fn main() -> ExitCode {
+    match perform(Cli::parse().task) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn perform(task: Task) -> Result<ExitCode> {
+    let ui = Ui::new();
+    match task {
+        Task::Llama(args) => {
+            let llama = match (args.linked, args.api3) {
+                (true, _) => llama::linked(&ui)?,
+                (_, true) => llama::next_version(&ui)?,
+                _ => llama::plugins(&ui)?,
+            };
+            ui.say(&format!("llama.cpp is ready in {}", llama.bin.display()));
+        }
+        Task::Model(args) => {
+            let path = model::ensure(&ui, &args)?;
+            ui.say(&format!("the model is ready: {}", path.display()));
+        }
+        Task::Demo(args) => return Ok(code(demo::run(&ui, &args)?)),
+        Task::Test(args) => return Ok(code(test::run(&ui, &args)?)),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn code(good: bool) -> ExitCode {
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

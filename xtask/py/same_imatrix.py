@@ -1,0 +1,30 @@
+"""Exits with an error unless two importance matrices have the same tensors, counts and (nearly) sums."""
+
+import sys
+
+import gguf
+import numpy as np
+
+
+def tensors(path):
+    return {t.name: np.array(t.data, dtype=np.float64) for t in gguf.GGUFReader(path).tensors}
+
+
+def main(stock_path, hina_path):
+    stock, hina = tensors(stock_path), tensors(hina_path)
+    if stock.keys() != hina.keys() or not stock:
+        sys.exit(f"other tensors: {sorted(stock.keys() ^ hina.keys())[:8]}")
+    counts = [name for name in stock if name.endswith(".counts")]
+    experts = [name for name in counts if "_exps" in name]
+    if not experts or not any(stock[name].any() for name in experts):
+        sys.exit("no expert was counted")
+    for name in stock:
+        if name.endswith(".counts"):
+            if not np.array_equal(stock[name], hina[name]):
+                sys.exit(f"{name}: other counts")
+        elif np.abs(stock[name] - hina[name]).sum() > 1e-3 * np.abs(stock[name]).sum():
+            sys.exit(f"{name}: other sums")
+    print(f"{len(counts)} tensors, {int(sum(stock[name].sum() for name in experts))} expert rows")
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,116 @@
+//! Logits of a model through stock llama.cpp and through HiNa, and how far they are apart.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use crate::paths;
+use crate::run::{Job, Ui};
+
+/// Stock and HiNa must agree this well: normalised mean squared error.
+pub const LIMIT: f64 = 1e-5;
+
+/// What HiNa counted in one run (`GGML_HINA_STATS`).
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+pub struct Stats {
+    /// Graphs that reached the backend.
+    pub graphs: u64,
+    /// Nodes in them.
+    pub nodes: u64,
+    /// Nodes that HiNa computed itself.
+    pub claimed: u64,
+}
+
+/// Runs `hina-logits` (the command, with the environment it needs) and reads what it wrote.
+///
+/// # Errors
+/// When it fails.
+pub fn of(ui: &Ui, mut command: Command, name: &str, model: &Path, options: &[&str]) -> Result<Vec<f32>> {
+    let out = scratch(&format!("{name}.f32"))?;
+    command.arg(model).arg(&out).args(options);
+    Job::new(format!("logits, {name}"), &format!("logits-{name}"), command).run(ui)?;
+    let bytes = fs::read(&out).with_context(|| out.display().to_string())?;
+    fs::remove_file(&out)?;
+    Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+}
+
+/// As [`of`], with HiNa's counts.
+///
+/// # Errors
+/// When it fails, or HiNa counted nothing.
+pub fn with_stats(
+    ui: &Ui,
+    mut command: Command,
+    name: &str,
+    model: &Path,
+    options: &[&str],
+) -> Result<(Vec<f32>, Stats)> {
+    let file = scratch(&format!("{name}.stats.json"))?;
+    command.env("GGML_HINA_STATS", &file);
+    let logits = of(ui, command, name, model, options)?;
+    let text = fs::read_to_string(&file).context("HiNa wrote no counts: the plugin did not run")?;
+    fs::remove_file(&file)?;
+    Ok((logits, parse_stats(&text)?))
+}
+
+/// The sum of all lines: one line is one backend.
+fn parse_stats(text: &str) -> Result<Stats> {
+    let mut sum = Stats { graphs: 0, nodes: 0, claimed: 0 };
+    for line in text.lines() {
+        let stats: Stats = serde_json::from_str(line).with_context(|| format!("HiNa's counts: {line}"))?;
+        sum.graphs += stats.graphs;
+        sum.nodes += stats.nodes;
+        sum.claimed += stats.claimed;
+    }
+    Ok(sum)
+}
+
+/// Normalised mean squared error of `b` against `a`.
+///
+/// # Errors
+/// When the two are no match, or hold a NaN or nothing but zeros.
+pub fn nmse(a: &[f32], b: &[f32]) -> Result<f64> {
+    ensure!(a.len() == b.len() && !a.is_empty(), "{} logits against {}", a.len(), b.len());
+    let square = |x: f64| x * x;
+    let error: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
+    let norm: f64 = a.iter().map(|a| square(f64::from(*a))).sum();
+    ensure!(norm > 0.0 && norm.is_finite() && error.is_finite(), "the logits hold a NaN, an infinity or only zeros");
+    Ok(error / norm)
+}
+
+/// A path for a file that is read back and removed; an old one there is removed first.
+pub fn scratch(name: &str) -> Result<PathBuf> {
+    let dir = paths::target().join("xtask-tmp");
+    fs::create_dir_all(&dir)?;
+    let path = dir.join(name);
+    if path.exists() {
+        fs::remove_file(&path)?;
+    }
+    Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_normalised() {
+        assert_eq!(nmse(&[3.0, 4.0], &[3.0, 4.0]).unwrap(), 0.0);
+        assert_eq!(nmse(&[3.0, 4.0], &[3.0, 9.0]).unwrap(), 1.0);
+        for (a, b) in
+            [(vec![1.0], vec![1.0, 2.0]), (vec![], vec![]), (vec![0.0], vec![0.0]), (vec![1.0], vec![f32::NAN])]
+        {
+            assert!(nmse(&a, &b).is_err(), "{a:?} {b:?}");
+        }
+    }
+
+    #[test]
+    fn counts_of_all_backends_add_up() {
+        let text = "{\"graphs\":1,\"nodes\":10,\"claimed\":2,\"kinds\":{}}\n{\"graphs\":2,\"nodes\":20,\"claimed\":3,\"kinds\":{}}\n";
+        assert_eq!(parse_stats(text).unwrap(), Stats { graphs: 3, nodes: 30, claimed: 5 });
+        assert!(parse_stats("nonsense").is_err());
+    }
+}

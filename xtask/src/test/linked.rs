@@ -1,0 +1,105 @@
+//! llama.cpp with HiNa linked in by the build flag, and every MoE architecture that it knows.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use super::seam::{close, needs_fit_cpu};
+use super::{Outcome, Step};
+use crate::plugin::{self, Plugin};
+use crate::run::{Job, Ui};
+use crate::{llama, logits, paths};
+
+/// In this order: the build, its own test, and the models that it can write.
+pub const STEPS: &[Step] = &[
+    Step { name: "linked", about: "the build flag, in a static llama.cpp", needs: &["llama"], run: linked },
+    Step { name: "archs", about: "test-llama-archs on HiNa", needs: &["linked"], run: archs },
+    Step { name: "archs-bf16", about: "every MoE architecture in BF16", needs: &["linked", "plugin"], run: archs_bf16 },
+];
+
+const PROGRAM: &str = "test-llama-archs";
+
+fn linked(ui: &Ui) -> Result<Outcome> {
+    llama::linked(ui)?;
+    Ok(Outcome::Passed(String::new()))
+}
+
+/// llama.cpp's own test: logits on HiNa against the CPU's, and a model saved and loaded again. Its weights are F32, which
+/// HiNa leaves to the CPU backend: this is about everything around the products.
+fn archs(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let mut command = Command::new(llama::linked(ui)?.program(PROGRAM));
+    command.args(["-s", "1", "-b", "HiNa"]);
+    let text = Job::new("test-llama-archs", "archs", command).run(ui)?;
+    let moe = text.lines().filter(|line| line.contains("|   MoE|") && line.contains("OK")).count();
+    let all = tests_passed(&text).context("test-llama-archs did not say that all tests passed")?;
+    ensure!(moe > 30, "only {moe} MoE architectures were tested");
+    Ok(Outcome::Passed(format!("{all} architectures, {moe} of them MoE")))
+}
+
+/// The number in `Summary: all 92 test(s) passed`.
+fn tests_passed(text: &str) -> Option<u32> {
+    let number = text.lines().find_map(|line| line.split_once("Summary: all "))?.1.split(' ').next()?;
+    number.parse().ok()
+}
+
+/// The same architectures with weights that HiNa claims: each model is saved, turned into BF16 and run with the plugin.
+fn archs_bf16(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let dir = paths::target().join("xtask-tmp/archs");
+    let _ = fs::remove_dir_all(&dir);
+    fs::create_dir_all(&dir)?;
+    let mut command = Command::new(llama::linked(ui)?.program(PROGRAM));
+    command.args(["-s", "1", "-o"]).arg(&dir);
+    Job::new("saving models", "archs-save", command).run(ui)?;
+
+    let (mut good, mut bad) = (0, Vec::new());
+    for model in moe_models(&dir)? {
+        match one_arch(ui, &plugin, &model) {
+            Ok(()) => good += 1,
+            Err(error) => bad.push(format!("{}: {error:#}", name(&model))),
+        }
+    }
+    ensure!(bad.is_empty(), "{} of {} architectures:\n{}", bad.len(), good + bad.len(), bad.join("\n"));
+    ensure!(good > 30, "only {good} models were saved");
+    fs::remove_dir_all(&dir)?;
+    Ok(Outcome::Passed(format!("{good} architectures")))
+}
+
+fn moe_models(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut models: Vec<PathBuf> = fs::read_dir(dir)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
+    models.retain(|path| name(path).ends_with("-moe"));
+    models.sort();
+    Ok(models)
+}
+
+fn name(path: &Path) -> String {
+    path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+fn one_arch(ui: &Ui, plugin: &Plugin, model: &Path) -> Result<()> {
+    let (name, bf16) = (name(model), model.with_extension("bf16.gguf"));
+    let mut command = plugin.stock("llama-quantize");
+    command.arg("--pure").arg(model).arg(&bf16).arg("bf16");
+    Job::new(format!("{name} to BF16"), "archs-quantize", command).run(ui)?;
+    let options = ["--batch", "40", "--decode", "3"];
+    let stock = logits::of(ui, plugin.stock("hina-logits"), "arch-stock", &bf16, &options)?;
+    let (hina, stats) = logits::with_stats(ui, plugin.hina("hina-logits"), "arch-hina", &bf16, &options)?;
+    fs::remove_file(&bf16)?;
+    ensure!(stats.claimed > 0, "HiNa claimed no node");
+    close(&stock, &hina).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_summary_of_test_llama_archs() {
+        assert_eq!(tests_passed("|x|\n0.1 I Summary: all 92 test(s) passed\n"), Some(92));
+        assert_eq!(tests_passed("Summary: 92 test(s) executed, 1 failed"), None);
+    }
+}

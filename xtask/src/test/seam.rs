@@ -1,0 +1,243 @@
+//! The plugin inside llama.cpp's own programs.
+
+use std::fs;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::{Outcome, Step};
+use crate::llama::cpu_flags;
+use crate::logits::{self, LIMIT};
+use crate::model::{self, ModelArgs, Preset, WeightType};
+use crate::paths;
+use crate::plugin::{self, Plugin};
+use crate::run::{Job, Server, Ui};
+use crate::toolchain;
+
+/// Each runs real programs with the plugin loaded.
+pub const STEPS: &[Step] = &[
+    Step { name: "models", about: "`tiny` in each type", needs: &[], run: models },
+    Step { name: "ops", about: "test-backend-ops on the claimed types", needs: &["plugin"], run: ops },
+    Step { name: "logits", about: "logits of `tiny` as stock's", needs: &["plugin", "models"], run: agree },
+    Step { name: "one-split", about: "the graph is one split", needs: &["plugin", "models"], run: one_split },
+    Step { name: "load-order", about: "loaded before the CPU backend", needs: &["plugin", "models"], run: load_order },
+    Step {
+        name: "eval-callback",
+        about: "node by node, as imatrix runs it",
+        needs: &["plugin", "models"],
+        run: eval_callback,
+    },
+    Step { name: "imatrix", about: "llama-imatrix counts as stock's", needs: &["plugin", "models"], run: imatrix },
+    Step { name: "rpc", about: "ggml-rpc-server -d HiNa serves a model", needs: &["plugin", "models"], run: rpc },
+    Step { name: "settings", about: "GGML_HINA_* switch off and warn", needs: &["plugin", "models"], run: settings },
+];
+
+const TYPES: [WeightType; 3] = [WeightType::Bf16, WeightType::Q8_0, WeightType::F16];
+const LOGITS: &str = "hina-logits";
+
+/// The reason to skip, on a CPU where HiNa offers nothing.
+pub fn unfit() -> Option<Outcome> {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = cpu_flags(&info);
+    let fit = ["avx512_bf16", "avx512_vnni"].iter().all(|feature| flags.contains(feature));
+    (!fit).then(|| Outcome::Skipped("this CPU has no AVX-512 BF16 and VNNI".into()))
+}
+
+/// Ends a step early on such a CPU.
+macro_rules! needs_fit_cpu {
+    () => {
+        if let Some(skipped) = $crate::test::seam::unfit() {
+            return Ok(skipped);
+        }
+    };
+}
+pub(super) use needs_fit_cpu;
+
+/// `tiny` of one type.
+pub fn tiny(ui: &Ui, weights: WeightType) -> Result<PathBuf> {
+    model::ensure(ui, &ModelArgs::new(Preset::Tiny, weights))
+}
+
+fn models(ui: &Ui) -> Result<Outcome> {
+    for weights in TYPES {
+        tiny(ui, weights)?;
+    }
+    Ok(Outcome::Passed(String::new()))
+}
+
+fn ops(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let mut command = plugin::ensure(ui)?.hina("test-backend-ops");
+    command.args(["test", "-b", "HiNa", "-o", "MUL_MAT_ID", "-p", "type_a=(bf16|q8_0)"]);
+    let text = Job::new("test-backend-ops", "ops", command).run(ui)?;
+    let (good, all) = ops_passed(&text).context("test-backend-ops did not say how many tests passed")?;
+    ensure!(good == all && all > 0, "{good} of {all} tests passed");
+    Ok(Outcome::Passed(format!("{all} cases")))
+}
+
+/// The two numbers of the line `  7/7 tests passed`.
+fn ops_passed(text: &str) -> Option<(u32, u32)> {
+    let (good, all) = text.lines().find_map(|line| line.trim().strip_suffix(" tests passed"))?.split_once('/')?;
+    Some((good.parse().ok()?, all.parse().ok()?))
+}
+
+fn agree(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let mut notes = Vec::new();
+    for weights in TYPES {
+        let name = format!("{weights:?}").to_lowercase();
+        let model = tiny(ui, weights)?;
+        let stock = logits::of(ui, plugin.stock(LOGITS), &format!("{name}-stock"), &model, &[])?;
+        let (hina, stats) = logits::with_stats(ui, plugin.hina(LOGITS), &format!("{name}-hina"), &model, &[])?;
+        let nmse = close(&stock, &hina).with_context(|| name.clone())?;
+        ensure!(weights != WeightType::Bf16 || stats.claimed > 0, "HiNa claimed no node of {}", model.display());
+        notes.push(format!("{name} {nmse:.0e}, {} nodes", stats.claimed));
+    }
+    Ok(Outcome::Passed(notes.join("; ")))
+}
+
+/// The error of `b` against `a`, which must be within the limit.
+pub fn close(a: &[f32], b: &[f32]) -> Result<f64> {
+    let nmse = logits::nmse(a, b)?;
+    ensure!(nmse <= LIMIT, "logits differ from stock's: NMSE {nmse:.1e}, at most {LIMIT:.0e}");
+    Ok(nmse)
+}
+
+fn one_split(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let model = tiny(ui, WeightType::Bf16)?;
+    let mut command = plugin::ensure(ui)?.hina(LOGITS);
+    command.env("GGML_SCHED_DEBUG", "2").arg(model).arg(logits::scratch("split.f32")?);
+    let text = Job::new("logits with the scheduler's log", "one-split", command).run(ui)?;
+    let splits: Vec<&str> = text.lines().filter(|line| line.starts_with("## SPLIT #")).collect();
+    let alone = splits.iter().all(|line| line.starts_with("## SPLIT #0: HiNa"));
+    ensure!(alone && !splits.is_empty(), "not one split but, among others: {}", strange(&splits));
+    Ok(Outcome::Passed(String::new()))
+}
+
+fn strange<'a>(splits: &[&'a str]) -> &'a str {
+    splits.iter().find(|line| !line.starts_with("## SPLIT #0: HiNa")).unwrap_or(&"none")
+}
+
+fn load_order(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let model = tiny(ui, WeightType::Bf16)?;
+    let stock = logits::of(ui, plugin.stock(LOGITS), "order-stock", &model, &[])?;
+    let path = plugin.path.to_str().context("the path of the plugin is not UTF-8")?;
+    let first = ["--plugin-first", path];
+    let (hina, stats) = logits::with_stats(ui, plugin.stock(LOGITS), "order-hina", &model, &first)?;
+    ensure!(stats.claimed > 0, "HiNa claimed no node");
+    Ok(Outcome::Passed(format!("NMSE {:.0e}", close(&stock, &hina)?)))
+}
+
+fn eval_callback(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let model = tiny(ui, WeightType::Bf16)?;
+    let options = ["--eval-callback"];
+    let stock = logits::of(ui, plugin.stock(LOGITS), "callback-stock", &model, &options)?;
+    let (hina, stats) = logits::with_stats(ui, plugin.hina(LOGITS), "callback-hina", &model, &options)?;
+    ensure!(stats.claimed > 0, "HiNa claimed no node when they came one by one");
+    Ok(Outcome::Passed(format!("NMSE {:.0e}", close(&stock, &hina)?)))
+}
+
+fn imatrix(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let (stock, hina) = (logits::scratch("imatrix-stock.gguf")?, logits::scratch("imatrix-hina.gguf")?);
+    for (name, program, out) in
+        [("stock", plugin.stock("llama-imatrix"), &stock), ("hina", plugin.hina("llama-imatrix"), &hina)]
+    {
+        let mut command = program;
+        command.arg("-m").arg(tiny(ui, WeightType::Bf16)?).arg("-f").arg(paths::asset("data/text.txt"));
+        command.args(["-c", "64", "--no-ppl", "-o"]).arg(out);
+        Job::new(format!("llama-imatrix, {name}"), &format!("imatrix-{name}"), command).run(ui)?;
+    }
+    let mut command = Command::new(toolchain::python(ui)?);
+    command.arg(paths::asset("py/same_imatrix.py")).args([stock, hina]);
+    let text = Job::new("comparing the two", "imatrix-compare", command).capture(ui)?;
+    Ok(Outcome::Passed(text.trim().into()))
+}
+
+fn rpc(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let model = tiny(ui, WeightType::Bf16)?;
+    let stock = logits::of(ui, plugin.stock(LOGITS), "rpc-stock", &model, &[])?;
+
+    // A port that was free a moment ago.
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+    let mut command = plugin.hina("ggml-rpc-server");
+    command.args(["-d", "HiNa", "-H", "127.0.0.1", "-p", &port.to_string()]);
+    let mut server = Server::start("rpc-server", command)?;
+    wait_for(&mut server, port)?;
+    let endpoint = format!("127.0.0.1:{port}");
+    let served = logits::of(ui, plugin.stock(LOGITS), "rpc-client", &model, &["--rpc", &endpoint])?;
+    ensure!(!server.ended()?, "ggml-rpc-server ended by itself: {}", paths::log("rpc-server").display());
+    drop(server);
+    let log = fs::read_to_string(paths::log("rpc-server"))?;
+    ensure!(log.contains("HiNa"), "the server did not run on HiNa: {}", paths::log("rpc-server").display());
+    Ok(Outcome::Passed(format!("NMSE {:.0e}", close(&stock, &served)?)))
+}
+
+fn wait_for(server: &mut Server, port: u16) -> Result<()> {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(20) {
+        if TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok() {
+            return Ok(());
+        }
+        if server.ended()? {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    bail!("ggml-rpc-server does not listen\n{}", crate::run::tail(&paths::log("rpc-server"))?)
+}
+
+fn settings(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let model = tiny(ui, WeightType::Bf16)?;
+    let run = |name: &str, value: &str| -> Result<String> { with_setting(ui, &plugin, &model, name, value) };
+
+    let text = run("GGML_HINA_DISABLE", "1")?;
+    ensure!(!text.contains("claimed"), "GGML_HINA_DISABLE=1 did not switch HiNa off");
+    let text = run("GGML_HINA_FUSE", "maybe")?;
+    let warnings = text.lines().filter(|line| line.contains("GGML_HINA_FUSE=maybe")).count();
+    ensure!(warnings == 1, "an unknown value got {warnings} warnings, not one");
+    ensure!(text.contains("claimed"), "an unknown value must leave the default");
+    Ok(Outcome::Passed(String::new()))
+}
+
+/// What a run on `model` prints, with one more variable set and the counts in its log.
+fn with_setting(ui: &Ui, plugin: &Plugin, model: &Path, name: &str, value: &str) -> Result<String> {
+    let mut command = plugin.hina(LOGITS);
+    command.env("GGML_HINA_STATS", "1").env(name, value).arg(model).arg(logits::scratch("settings.f32")?);
+    Job::new(format!("logits, {name}={value}"), "settings", command).run(ui)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_of_test_backend_ops() {
+        assert_eq!(ops_passed("x\n  7/7 tests passed\n  Backend HiNa: OK\n"), Some((7, 7)));
+        assert_eq!(ops_passed("  6/7 tests passed"), Some((6, 7)));
+        assert_eq!(ops_passed("2/2 backends passed"), None);
+    }
+
+    #[test]
+    fn a_second_split_is_found() {
+        assert_eq!(
+            strange(&["## SPLIT #0: HiNa # 0 inputs", "## SPLIT #1: CPU # 1 inputs"]),
+            "## SPLIT #1: CPU # 1 inputs"
+        );
+        assert_eq!(strange(&["## SPLIT #0: HiNa # 0 inputs"]), "none");
+    }
+}
