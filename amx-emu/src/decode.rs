@@ -63,7 +63,7 @@ pub(crate) enum Segment {
 }
 
 /// The longest instruction the processor takes.
-const MAX_LEN: u8 = 15;
+pub(crate) const MAX_LEN: u8 = 15;
 
 /// Reads bytes one by one, so that nothing past the instruction is touched: it may end a page.
 struct Bytes<F> {

@@ -2,7 +2,7 @@
 //!
 //! Everything a handler does is a few loads and stores, arithmetic, and on the rare paths raw system calls:
 //! no lock, no allocation. `SIGILL` here is synchronous, and all signals but the memory faults wait until the
-//! instruction is done, so an instruction is atomic to the program's own handlers as on hardware.
+//! instruction is done, so it is atomic to the program's own handlers as on hardware.
 
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::{c_int, c_void};
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use libc::{SA_NODEFER, SA_ONSTACK, SA_RESETHAND, SA_RESTART, SA_SIGINFO, SIG_BLOCK, SIG_DFL, SIG_IGN, SIG_SETMASK};
 use libc::{SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTRAP, ucontext_t};
 
-use crate::decode::decode;
+use crate::decode::{MAX_LEN, decode};
 use crate::exec::{Registers, Trap, execute};
 #[cfg(feature = "preload")]
 use crate::permission;
@@ -144,26 +144,11 @@ impl Registers for Frame<'_> {
 extern "C" fn on_illegal(sig: c_int, info: *mut c_void, context: *mut c_void) {
     // SAFETY: the kernel hands a valid frame, ours until we return.
     let context = unsafe { &mut *context.cast::<ucontext_t>() };
-    let rip = Frame(context).rip();
-    // SAFETY: the processor has fetched these bytes; the decoder asks for no byte after the instruction.
-    let insn = decode(|i| Some(unsafe { *(rip as *const u8).add(i) }));
-    #[cfg(feature = "preload")]
-    let insn = insn.filter(|insn| permission::allows(insn.op));
-    let Some(insn) = insn else {
+    match step(context) {
+        // A trap is dear, and tile instructions come in rows: go on while the next is one too. One that does
+        // not complete traps again, and is the first then.
+        Ok(()) => while next_is_at_hand(context) && step(context).is_ok() {},
         // SAFETY: `info` and `context` are the kernel's.
-        return unsafe { pass_on(sig, info, context) };
-    };
-    let result = STATE.with(|state| {
-        // SAFETY: only this handler uses the state, and on one thread it does not nest: SIGILL is blocked in
-        // it. The memory is what the program's own instruction names.
-        unsafe { execute(&mut *state.get(), &insn, &Frame(context)) }
-    });
-    match result {
-        Ok(()) => {
-            stats::count(insn.op);
-            context.uc_mcontext.gregs[libc::REG_RIP as usize] += i64::from(insn.len);
-        }
-        // SAFETY: as above.
         Err(Trap::Fault(Fault::InvalidOpcode)) => unsafe { pass_on(sig, info, context) },
         Err(Trap::Fault(Fault::GeneralProtection)) => raise(SIGSEGV, &general_protection(), context),
         Err(Trap::Memory) => {
@@ -171,6 +156,34 @@ extern "C" fn on_illegal(sig: c_int, info: *mut c_void, context: *mut c_void) {
             raise(sig, &info, context);
         }
     }
+}
+
+/// Runs the instruction that the program stands at and steps over it. One that is not AMX is an invalid opcode.
+fn step(context: &mut ucontext_t) -> Result<(), Trap> {
+    let rip = Frame(context).rip();
+    // SAFETY: the processor has fetched these bytes, or `next_is_at_hand` has looked; the decoder asks for no
+    // byte after the instruction.
+    let insn = decode(|i| Some(unsafe { *(rip as *const u8).add(i) }));
+    #[cfg(feature = "preload")]
+    let insn = insn.filter(|insn| permission::allows(insn.op));
+    let insn = insn.ok_or(Trap::Fault(Fault::InvalidOpcode))?;
+    STATE.with(|state| {
+        // SAFETY: only this handler uses the state, and on one thread it does not nest: SIGILL is blocked in
+        // it. The memory is what the program's own instruction names.
+        unsafe { execute(&mut *state.get(), &insn, &Frame(context)) }
+    })?;
+    stats::count(insn.op);
+    context.uc_mcontext.gregs[libc::REG_RIP as usize] += i64::from(insn.len);
+    Ok(())
+}
+
+/// Whether the bytes at the new rip can be read without a fault, as they lie in the page of the instruction
+/// before them, and the program is not being stepped through.
+fn next_is_at_hand(context: &ucontext_t) -> bool {
+    const TRAP_FLAG: i64 = 1 << 8;
+    let offset = Frame(context).rip() % 4096;
+    let stepping = context.uc_mcontext.gregs[libc::REG_EFL as usize] & TRAP_FLAG != 0;
+    offset != 0 && offset <= 4096 - u64::from(MAX_LEN) && !stepping
 }
 
 /// `SIGSEGV` and `SIGBUS`.

@@ -206,3 +206,42 @@ fn without_a_handler_the_process_ends_by_segv() {
     });
     assert_eq!(end, End::Signal(SIGSEGV));
 }
+
+/// Instructions in a row run in one trap. The last of them ends a page with nothing behind it, so that a look
+/// at what follows would fault; and one in the middle that faults does so as if alone.
+#[test]
+fn code_at_the_end_of_a_page() {
+    setup();
+    const LOAD: [u8; 6] = [0xc4, 0xe2, 0x7b, 0x4b, 0x04, 0x37]; // tileloadd tmm0, [rdi + rsi*1]
+    const ZERO: [u8; 5] = [0xc4, 0xe2, 0x7b, 0x49, 0xc8]; // tilezero tmm1
+    const STORE: [u8; 6] = [0xc4, 0xe2, 0x7a, 0x4b, 0x04, 0x32]; // tilestored [rdx + rsi*1], tmm0
+    const RET: [u8; 1] = [0xc3];
+    let code = [&ZERO[..], &LOAD, &ZERO, &STORE, &RET].concat();
+    let p = two_pages(PROT_NONE);
+    // SAFETY: the test's own page; its code keeps to the calling convention.
+    let run: extern "C" fn(*const u8, usize, *mut u8) = unsafe {
+        let start = p.add(PAGE - code.len());
+        start.copy_from(code.as_ptr(), code.len());
+        libc::mprotect(p.cast(), PAGE, PROT_READ | libc::PROT_EXEC);
+        std::mem::transmute(start)
+    };
+    let (from, mut to) = ([7u8; 1024], [0u8; 1024]);
+    ldtilecfg(&full());
+    run(from.as_ptr(), 64, to.as_mut_ptr());
+    assert_eq!(to, from);
+    tilerelease();
+
+    let caught = catch(|| {
+        ldtilecfg(&full());
+        run(16 as *const u8, 64, null_mut());
+    })
+    .unwrap();
+    let load = run as usize + ZERO.len();
+    assert_eq!((caught.signal, caught.address, caught.rip), (SIGSEGV, 16, load));
+    let caught = catch(|| {
+        ldtilecfg(&config(&[(0, 0), (1, 4)]));
+        run(from.as_ptr(), 64, null_mut());
+    })
+    .unwrap();
+    assert_eq!((caught.signal, caught.address, caught.rip), (libc::SIGILL, load, load));
+}
