@@ -1,5 +1,4 @@
-//! Intel AMX in software.
-
+#![doc = include_str!("../README.md")]
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 mod decode;
@@ -32,7 +31,10 @@ pub enum Mode {
     Native,
 }
 
-/// Makes AMX instructions run in this process, on all threads.
+/// Makes AMX instructions run in this process, on all threads, those that exist and those to come. Again is
+/// harmless.
+///
+/// On a CPU with AMX nothing is installed and the mode is [`Mode::Native`]: ask Linux for permission and run.
 ///
 /// # Errors
 /// When the kernel refuses a signal handler (a seccomp filter).
@@ -52,10 +54,29 @@ pub fn active() -> bool {
     ACTIVE.load(Ordering::Acquire)
 }
 
-/// [`active`] for C: 1 or 0.
+/// [`active`] for C, 1 or 0. Programs look it up by `dlsym` to learn of AMX that CPUID does not show.
 #[unsafe(no_mangle)]
 pub extern "C" fn amx_emu_active() -> std::ffi::c_int {
     active().into()
+}
+
+/// [`stats`] for C: writes at most `len` counts, in the order of [`Op::ALL`], and returns how many there are.
+///
+/// # Safety
+/// `counts` must point to `len` writable values, or be null with `len` 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn amx_emu_stats(counts: *mut u64, len: usize) -> usize {
+    for (i, (_, count)) in stats().iter().enumerate().take(len) {
+        // SAFETY: `i` is below `len`.
+        unsafe { counts.add(i).write(count) };
+    }
+    Op::ALL.len()
+}
+
+/// [`reset_stats`] for C.
+#[unsafe(no_mangle)]
+pub extern "C" fn amx_emu_reset_stats() {
+    reset_stats();
 }
 
 /// Whether the CPU has AMX and the operating system has turned it on.

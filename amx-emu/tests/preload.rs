@@ -85,17 +85,21 @@ fn mask(code: c_int) -> u64 {
     mask
 }
 
+/// A function of the library, as a program that knows it only by name finds it.
+fn symbol(name: &std::ffi::CStr) -> *mut std::ffi::c_void {
+    // SAFETY: a C string.
+    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    assert!(!symbol.is_null(), "{name:?}");
+    symbol
+}
+
 #[test]
 #[ignore = "run by the others, with the library preloaded"]
 fn asks_and_multiplies() {
     if !native() {
         // SAFETY: the contract of the symbol.
-        unsafe {
-            let symbol = libc::dlsym(libc::RTLD_DEFAULT, c"amx_emu_active".as_ptr());
-            assert!(!symbol.is_null());
-            let active: extern "C" fn() -> c_int = std::mem::transmute(symbol);
-            assert_eq!(active(), 1);
-        }
+        let active: extern "C" fn() -> c_int = unsafe { std::mem::transmute(symbol(c"amx_emu_active")) };
+        assert_eq!(active(), 1);
     }
     assert_eq!(mask(GET_SUPP) >> 17 & 3, 3);
     assert_eq!(mask(GET_PERM) >> 17 & 3, 1, "not yet asked for");
@@ -117,6 +121,13 @@ fn asks_and_multiplies() {
     // SAFETY: blocks of 16 rows of 64 bytes.
     unsafe { product(&a, &b, &mut c) };
     assert_eq!(c, [16 * 4 * 6; 256]);
+    if !native() {
+        // SAFETY: the contract of the symbol.
+        let stats: extern "C" fn(*mut u64, usize) -> usize = unsafe { std::mem::transmute(symbol(c"amx_emu_stats")) };
+        let mut counts = [99; 13];
+        assert_eq!(stats(counts.as_mut_ptr(), 10), 13);
+        assert_eq!(counts, [1, 0, 1, 1, 2, 0, 1, 0, 0, 1, 99, 99, 99]);
+    }
 }
 
 #[test]

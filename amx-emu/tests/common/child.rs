@@ -13,8 +13,20 @@ pub struct Caught {
     pub code: c_int,
     pub address: usize,
     pub rip: usize,
-    /// `STTILECFG` in the handler.
-    pub config: [u8; 64],
+    config: [u8; 64],
+}
+
+impl Caught {
+    /// The configuration as the fault left it. Hardware shows a handler the initial state instead and keeps the
+    /// program's in the frame: `None`.
+    pub fn config(&self) -> Option<[u8; 64]> {
+        amx_emu::active().then_some(self.config)
+    }
+
+    /// The row at which a load or store stopped.
+    pub fn stopped_at(&self, row: u8) -> bool {
+        self.config().is_none_or(|c| c[1] == row)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
