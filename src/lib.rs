@@ -5,13 +5,14 @@
 //!
 //! * [`isa`]: what this CPU has, as tokens. [`tensor`]: views of weights and activations. [`team`]: threads that work together.
 //! * [`pack`]: tokens into panels. [`kernels`]: products of weight rows and panels. [`numa`]: who holds which page.
-//! * [`moe`]: the expert FFN as one pipeline. [`attention`]: decode attention.
+//! * [`eligible`]: which products are ours. [`moe`]: the expert FFN as one pipeline. [`attention`]: decode attention.
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("ggml-hina is for x86-64 Linux");
 
 pub mod attention;
 pub mod config;
+pub mod eligible;
 #[cfg(feature = "plugin")]
 pub mod ggml;
 pub mod isa;
