@@ -33,6 +33,9 @@ impl AmxEngine {
 impl Engine for AmxEngine {
     type Session = tile::Session;
 
+    /// Four tiles to a panel load, or two by two.
+    const ROWS: usize = 64;
+
     fn begin(self) -> tile::Session {
         tile::Session::begin(self.0)
     }
