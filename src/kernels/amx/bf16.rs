@@ -15,7 +15,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::tile::{Config, Session, Tiles};
-use super::{C_ROW, TILE, Tiling, prefetch};
+use super::{C_ROW, TILE, Tiling, each, prefetch};
 use crate::isa::Amx;
 use crate::pack::{PANEL, Panels};
 use crate::tensor::Rows;
@@ -30,19 +30,6 @@ const ROW_STEP: usize = STEP * 2;
 const AHEAD: usize = 512;
 /// With at most this many panels each weight is used once, so it need not stay in L1.
 const STREAMED_PANELS: usize = 2;
-
-/// Runs a statement for each of the first `$n` tiles, with the tile's number as the constant `$i`.
-macro_rules! each {
-    ($n:expr, $i:ident => $body:expr) => {
-        each!(@ $n, $i => $body, 0 1 2 3)
-    };
-    (@ $n:expr, $i:ident => $body:expr, $($t:literal)*) => {
-        $(if $n > $t {
-            const $i: u8 = $t;
-            $body
-        })*
-    };
-}
 
 /// One product: its operands and how its k is cut.
 struct Product<'a> {
@@ -177,7 +164,7 @@ impl Product<'_> {
         }
         // SAFETY: the caller's contract.
         unsafe { self.tiles.load_once::<T>(at, self.rows.stride) };
-        prefetch::<_MM_HINT_T1>(at.wrapping_add(ahead), self.rows.stride);
+        prefetch::<false>(at.wrapping_add(ahead), self.rows.stride);
     }
 
     /// C for a group of `R` weight tiles and panel `p`: a step loads the panel once and each weight tile once.

@@ -7,11 +7,12 @@
 //!
 //! The scales of 16 rows are gathered and converted once for up to [`CHUNK`] blocks and serve all panels.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::tile::{Config, Session, Tiles};
-use super::{C_ROW, TILE, Tiling, prefetch};
+use super::{C_ROW, TILE, Tiling, each, prefetch};
 use crate::isa::Amx;
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
@@ -235,7 +236,7 @@ impl Run<'_> {
             tiles.store::<C>(c.0.as_mut_ptr().cast(), C_ROW);
         }
         if FIRST {
-            prefetch::<_MM_HINT_T0>(self.ahead.wrapping_add(b * Q8_0_BYTES), self.stride);
+            prefetch::<true>(self.ahead.wrapping_add(b * Q8_0_BYTES), self.stride);
         }
     }
 
@@ -250,10 +251,24 @@ impl Run<'_> {
         // SAFETY: the scales are 64 bytes behind the block's quants, and a row of `c` is 64 bytes; both are aligned.
         unsafe {
             let x_scale = _mm512_load_ps(self.panel.add(b * Q8_PANEL_BLOCK + QK8_0 * PANEL).cast());
-            for row in 0..TILE {
+            each!(16, ROW => {
+                let row = ROW as usize;
                 let c = _mm512_cvtepi32_ps(_mm512_load_si512(c.0[row].as_ptr().cast()));
-                acc[row] = _mm512_fmadd_ps(_mm512_mul_ps(c, x_scale), _mm512_set1_ps(w_scale[row]), acc[row]);
-            }
+                acc[row] = add_scaled::<ROW>(acc[row], _mm512_mul_ps(c, x_scale), w_scale);
+            });
         }
     }
+}
+
+/// `acc + x * factors[I]`, the factor broadcast by the load. Written out because the compiler prefers to load pairs of
+/// factors and to broadcast them by shuffles, which take the multiplier's ports.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn add_scaled<const I: u8>(mut acc: __m512, x: __m512, factors: &[f32; 16]) -> __m512 {
+    // SAFETY: reads `factors[I]`, 4 bytes an element; writes `acc` only.
+    unsafe {
+        asm!("vfmadd231ps {acc}, {x}, dword ptr [{f} + 4 * {i}]{{1to16}}", acc = inout(zmm_reg) acc, x = in(zmm_reg) x,
+            f = in(reg) factors, i = const I, options(pure, readonly, nostack, preserves_flags));
+    }
+    acc
 }

@@ -7,12 +7,29 @@ pub mod bf16;
 pub mod int8;
 pub mod tile;
 
-use std::arch::x86_64::_mm_prefetch;
+use std::arch::asm;
 
 use super::Engine;
 use crate::isa::Amx;
 use crate::pack::Panels;
 use crate::tensor::{DType, Rows};
+
+/// Runs a statement for each of the first `$n` (at most 4, or 16 if it says so), with the number as the constant `$i`.
+macro_rules! each {
+    (16, $i:ident => $body:expr) => {
+        each!(@ 16, $i => $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    };
+    ($n:expr, $i:ident => $body:expr) => {
+        each!(@ $n, $i => $body, 0 1 2 3)
+    };
+    (@ $n:expr, $i:ident => $body:expr, $($t:literal)*) => {
+        $(if $n > $t {
+            const $i: u8 = $t;
+            $body
+        })*
+    };
+}
+use each;
 
 /// Rows of a tile.
 const TILE: usize = 16;
@@ -85,12 +102,42 @@ impl Tiling {
     }
 }
 
-/// Prefetches one line of each of 16 rows from `at` on. Never a fault, wherever that is.
+/// Prefetches one line of each of 16 rows from `at` on, into L2 (or `NEAR`, into L1). Never a fault, wherever that is.
+///
+/// In assembler because the compiler else keeps 16 addresses for each tile, and has not the registers.
 #[inline(always)]
-fn prefetch<const HINT: i32>(at: *const u8, stride: usize) {
-    for row in 0..TILE {
-        // SAFETY: SSE is part of x86-64, and a prefetch only hints.
-        unsafe { _mm_prefetch::<HINT>(at.wrapping_add(row * stride).cast()) };
+fn prefetch<const NEAR: bool>(at: *const u8, stride: usize) {
+    macro_rules! four {
+        ($prefetch:literal) => {
+            concat!(
+                $prefetch,
+                " [{p}]\n",
+                $prefetch,
+                " [{p} + {s}]\n",
+                $prefetch,
+                " [{p} + 2 * {s}]\n",
+                $prefetch,
+                " [{p} + {t}]"
+            )
+        };
+    }
+    macro_rules! sixteen {
+        ($prefetch:literal) => {
+            asm!(
+                four!($prefetch), "lea {p}, [{p} + 4 * {s}]", four!($prefetch), "lea {p}, [{p} + 4 * {s}]",
+                four!($prefetch), "lea {p}, [{p} + 4 * {s}]", four!($prefetch),
+                p = inout(reg) at.addr() => _, s = in(reg) stride, t = in(reg) 3 * stride,
+                options(nomem, nostack, preserves_flags)
+            )
+        };
+    }
+    // SAFETY: a prefetch only hints.
+    unsafe {
+        if NEAR {
+            sixteen!("prefetcht0");
+        } else {
+            sixteen!("prefetcht1");
+        }
     }
 }
 

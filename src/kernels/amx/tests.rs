@@ -77,7 +77,7 @@ struct Shape {
 }
 
 fn shapes(k: impl Strategy<Value = usize>) -> impl Strategy<Value = Shape> {
-    (k, 1usize..100, 1usize..66, 1usize..3, any::<bool>()).prop_map(|(k, n, tokens, step, add)| Shape {
+    (k, 1usize..80, 1usize..66, 1usize..3, any::<bool>()).prop_map(|(k, n, tokens, step, add)| Shape {
         k,
         n,
         tokens,
@@ -106,7 +106,7 @@ fn check(dtype: DType, s: Shape, seed: u64) -> Result<(), TestCaseError> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
     fn bf16_products_are_the_oracles(s in shapes(1usize..300), seed: u64) {
@@ -114,7 +114,7 @@ proptest! {
     }
 
     #[test]
-    fn int8_products_are_the_oracles(s in shapes((1usize..40).prop_map(|b| b * QK8_0)), seed: u64) {
+    fn int8_products_are_the_oracles(s in shapes((1usize..10).prop_map(|b| b * QK8_0)), seed: u64) {
         check(DType::Q8_0, s, seed)?;
     }
 
@@ -144,6 +144,15 @@ proptest! {
             }
         }
     }
+}
+
+/// More blocks than INT8 keeps scales for.
+#[test]
+fn long_rows_are_the_oracles() {
+    let shape = Shape { k: 75 * QK8_0, n: 21, tokens: 18, step: 1, add: false };
+    check(DType::Q8_0, shape, 3).unwrap();
+    check(DType::Q8_0, Shape { add: true, ..shape }, 4).unwrap();
+    check(DType::Bf16, Shape { k: shape.k + 7, ..shape }, 5).unwrap();
 }
 
 /// `tdpbf16ps` takes denormals for zero; the last column of an odd k goes another way and comes to f32 denormals at most.

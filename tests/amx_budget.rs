@@ -1,0 +1,166 @@
+//! What the AMX kernels may spend, held against the emulator's counters: loads, products, stores and configurations.
+//!
+//! The counters belong to the process, so these tests take turns. On a CPU with AMX of its own nothing can be counted.
+
+use std::alloc::{Layout, alloc_zeroed};
+use std::sync::{Mutex, MutexGuard};
+
+use amx_emu::{Mode, Op, Stats};
+use ggml_hina::isa::{Amx, Isa};
+use ggml_hina::kernels::Engine;
+use ggml_hina::kernels::amx::AmxEngine;
+use ggml_hina::moe::{Ids, MulMatId};
+use ggml_hina::pack::{PANEL, Panels, panel_bytes};
+use ggml_hina::team::{Team, Worker};
+use ggml_hina::tensor::{DType, View, ViewMut, Weights};
+
+/// The emulator, for this test alone.
+fn emulated() -> Option<(Amx, MutexGuard<'static, ()>)> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+    if amx_emu::install().ok() != Some(Mode::Emulated) {
+        println!("skipped: nothing counts AMX instructions here (the CPU runs them itself)");
+        return None;
+    }
+    // SAFETY: the emulator was installed just now, for all threads and for good.
+    match unsafe { Amx::assume_emulated() } {
+        Ok(amx) => Some((amx, turn)),
+        Err(e) => {
+            println!("skipped: {e}");
+            None
+        }
+    }
+}
+
+/// Zeroed, 64-byte aligned, never freed: the counts do not depend on values.
+fn zeros(bytes: usize) -> *mut u8 {
+    // SAFETY: the size is not zero.
+    let at = unsafe { alloc_zeroed(Layout::from_size_align(bytes.max(64), 64).unwrap()) };
+    assert!(!at.is_null());
+    at
+}
+
+fn count(work: impl FnOnce()) -> Stats {
+    let before = amx_emu::stats();
+    work();
+    amx_emu::stats().since(&before)
+}
+
+/// The counts of `calls` products of one session.
+fn products(amx: Amx, dtype: DType, [k, n, tokens]: [usize; 3], calls: usize) -> Stats {
+    let bytes = vec![0; dtype.row_bytes(k) * n];
+    let w = Weights::contiguous(dtype, &bytes, [k, n, 1]);
+    let panels = tokens.div_ceil(PANEL);
+    let (x, c) = (zeros(panels * panel_bytes(dtype, k)), zeros(panels * n * PANEL * 4));
+    let engine = AmxEngine::new(amx);
+    count(|| {
+        let session = &mut engine.begin();
+        for _ in 0..calls {
+            // SAFETY: both areas have the size their layout asks for.
+            unsafe { engine.product(session, w.rows(0, 0, n), Panels::from_raw(dtype, x, k, tokens), c.cast(), false) };
+        }
+    })
+}
+
+/// Loads, products, stores.
+fn totals(s: &Stats) -> [u64; 3] {
+    let loads = s.get(Op::Tileloadd) + s.get(Op::Tileloaddt1);
+    [loads, s.get(Op::Tdpbf16ps) + s.get(Op::Tdpbssd), s.get(Op::Tilestored)]
+}
+
+#[test]
+fn up_to_16_tokens_each_kib_of_weights_is_one_load_and_one_product() {
+    let Some((amx, _turn)) = emulated() else { return };
+    // Rows of a block as the pipelines cut them, and the smallest for the bound on panel loads: three tiles.
+    for (k, n, tokens) in [(2048, 64, 1), (768, 128, 7), (4096, 64, 16), (1024, 48, 16), (7168, 192, 3)] {
+        let s = products(amx, DType::Bf16, [k, n, tokens], 1);
+        let kib = (k * n * 2 / 1024) as u64;
+        assert_eq!(s.get(Op::Tdpbf16ps), kib, "products, k {k} n {n}");
+        assert_eq!(s.get(Op::Tileloaddt1), kib, "loads of weights, k {k} n {n}");
+        assert!(s.get(Op::Tileloadd) * 3 <= kib, "{} loads of panels for {kib} KiB", s.get(Op::Tileloadd));
+        // C leaves each tile once and never comes back.
+        assert_eq!(s.get(Op::Tilestored), (n / 16) as u64, "stores, k {k} n {n}");
+    }
+}
+
+#[test]
+fn blocks_of_32_rows_and_32_tokens_load_once_for_each_product() {
+    let Some((amx, _turn)) = emulated() else { return };
+    for (k, n, tokens) in [(2048, 32, 32), (768, 64, 17), (4096, 64, 64), (1024, 128, 128)] {
+        let s = products(amx, DType::Bf16, [k, n, tokens], 1);
+        let panels = tokens.div_ceil(PANEL);
+        let c_tiles = (n / 16 * panels) as u64;
+        assert_eq!(totals(&s), [c_tiles * k as u64 / 32, c_tiles * k as u64 / 32, c_tiles], "k {k} n {n} m {tokens}");
+        // Weights that are used once do not push others out of L1; those of many panels stay.
+        let once = if panels <= 2 { s.get(Op::Tdpbf16ps) / 2 } else { 0 };
+        assert_eq!(s.get(Op::Tileloaddt1), once, "k {k} n {n} m {tokens}");
+    }
+}
+
+#[test]
+fn tails_cost_one_step() {
+    let Some((amx, _turn)) = emulated() else { return };
+    // One narrow step for what is left of k, one tile moved back for what is left of n.
+    let s = products(amx, DType::Bf16, [96 + 18, 64 + 3, 16], 1);
+    assert_eq!(totals(&s), [2 * 4 + 5 * 4, 5 * 4, 5]);
+    assert_eq!(s.get(Op::Ldtilecfg), 1);
+}
+
+#[test]
+fn int8_is_two_loads_one_product_one_store_a_block() {
+    let Some((amx, _turn)) = emulated() else { return };
+    for (k, n, tokens) in [(2048, 64, 1), (768, 32, 32), (4096, 37, 65)] {
+        let s = products(amx, DType::Q8_0, [k, n, tokens], 1);
+        let blocks = (n.div_ceil(16) * tokens.div_ceil(PANEL) * k / 32) as u64;
+        assert_eq!(totals(&s), [2 * blocks, blocks, blocks], "k {k} n {n} m {tokens}");
+    }
+}
+
+#[test]
+fn a_session_configures_once() {
+    let Some((amx, _turn)) = emulated() else { return };
+    for dtype in [DType::Bf16, DType::Q8_0] {
+        let s = products(amx, dtype, [96, 40, 40], 5);
+        assert_eq!([s.get(Op::Ldtilecfg), s.get(Op::Tilerelease)], [1, 1], "{dtype:?}");
+    }
+}
+
+/// A whole `MUL_MAT_ID` of several threads, through routing and row blocks.
+#[test]
+fn an_operation_configures_each_thread_once_and_reads_weights_once() {
+    let Some((amx, _turn)) = emulated() else { return };
+    const THREADS: usize = 3;
+    let ([k, n, experts], n_used, tokens) = ([512, 768, 8], 2, 12);
+    let bytes = vec![0; DType::Bf16.row_bytes(k) * n * experts];
+    let w = Weights::contiguous(DType::Bf16, &bytes, [k, n, experts]);
+    let x = vec![0f32; k * tokens];
+    let mut y = vec![1f32; n * n_used * tokens];
+    // Experts 0 to 5 get four tokens each.
+    let ids: Vec<i32> = (0..n_used * tokens).map(|i| i as i32 % 6).collect();
+    // SAFETY: the vectors have these shapes and outlive the views.
+    let op = unsafe {
+        let x = View::from_raw(DType::F32, x.as_ptr().cast(), [k, 1, tokens, 1], [4, 4 * k, 4 * k, 4 * k * tokens]);
+        let nb = [4, 4 * n, 4 * n * n_used, 4 * n * n_used * tokens];
+        let y = ViewMut::from_raw(y.as_mut_ptr().cast(), [n, n_used, tokens, 1], nb);
+        MulMatId::new(w, x, Ids::from_raw(ids.as_ptr().cast(), n_used, tokens, [4, 4 * n_used]), y)
+    };
+    let scratch = zeros(op.scratch_bytes(THREADS)).addr();
+    let team = Team::new(THREADS);
+    let s = count(|| {
+        std::thread::scope(|scope| {
+            for ith in 0..THREADS {
+                let (team, op) = (&team, &op);
+                // SAFETY: scratch of the size asked for, used by this team alone.
+                let work = move |w: Worker<'_>| unsafe { op.run(Isa::Amx(amx), &w, scratch as *mut u8) };
+                scope.spawn(move || team.run(ith, work).unwrap());
+            }
+        });
+    });
+    let kib = (6 * n * k * 2 / 1024) as u64;
+    assert_eq!([s.get(Op::Tdpbf16ps), s.get(Op::Tileloaddt1)], [kib; 2]);
+    assert!(s.get(Op::Tileloadd) * 3 <= kib, "{} loads of panels for {kib} KiB", s.get(Op::Tileloadd));
+    // A thread that got no block configures nothing.
+    assert!((1..=THREADS as u64).contains(&s.get(Op::Ldtilecfg)), "{} configurations", s.get(Op::Ldtilecfg));
+    assert_eq!(s.get(Op::Tilerelease), s.get(Op::Ldtilecfg));
+    assert!(y.iter().all(|&y| y == 0.0));
+}
