@@ -6,34 +6,19 @@ use super::tile::{Config, Session};
 use super::{AmxEngine, Tiling};
 use crate::isa::Amx;
 use crate::kernels::Engine;
-use crate::kernels::reference::{matvec, nmse, quantize_q8_0};
-use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK, panel_bytes};
+use crate::kernels::avx512::pack;
+use crate::kernels::reference::{matvec, nmse};
+use crate::pack::{PANEL, Panels, panel_bytes};
 use crate::tensor::{DType, QK8_0, Weights};
 use crate::testing::{Aligned, Guarded, Random, amx};
 
-/// Panels made one value at a time, as [`crate::pack`] describes them.
-fn pack(dtype: DType, k: usize, x: &[Vec<f32>]) -> Aligned {
-    let area = Aligned::new(x.len().div_ceil(PANEL) * panel_bytes(dtype, k));
-    for (t, x) in x.iter().enumerate() {
-        let (panel, lane) = (area.ptr().wrapping_add(t / PANEL * panel_bytes(dtype, k)), t % PANEL);
-        // SAFETY: places inside this token's panel.
-        unsafe {
-            if dtype == DType::Bf16 {
-                for (j, &v) in x.iter().enumerate() {
-                    let at = panel.add(j / 2 * 64 + lane * 4 + j % 2 * 2);
-                    at.cast::<u16>().write(half::bf16::from_f32(v).to_bits());
-                }
-                continue;
-            }
-            for (b, x) in x.as_chunks::<QK8_0>().0.iter().enumerate() {
-                let block = panel.add(b * Q8_PANEL_BLOCK);
-                let (scale, quants) = quantize_q8_0(x);
-                block.add(QK8_0 * PANEL + lane * 4).cast::<f32>().write(scale);
-                for (j, q) in quants.into_iter().enumerate() {
-                    block.add(j / 4 * 64 + lane * 4 + j % 4).cast::<i8>().write(q);
-                }
-            }
-        }
+fn panels(amx: Amx, dtype: DType, k: usize, x: &[Vec<f32>]) -> Aligned {
+    let bytes = panel_bytes(dtype, k);
+    let area = Aligned::new(x.len().div_ceil(PANEL) * bytes);
+    for (p, x) in x.chunks(PANEL).enumerate() {
+        let tokens: Vec<_> = x.iter().map(|x| x.as_ptr()).collect();
+        // SAFETY: k values a token; a panel of the area.
+        unsafe { pack::panel(amx.avx512(), dtype, k, &tokens, area.ptr().add(p * bytes)) };
     }
     area
 }
@@ -53,7 +38,7 @@ impl Case<'_> {
     /// The C block, which was `before` everywhere, as `[token][row]`.
     fn product(&self, amx: Amx, before: f32, add: bool) -> Vec<Vec<f32>> {
         let (rows, tokens) = (self.rows(), self.x.len());
-        let px = pack(self.w.dtype, self.w.k, &self.x);
+        let px = panels(amx, self.w.dtype, self.w.k, &self.x);
         let c = Aligned::new(tokens.div_ceil(PANEL) * rows.n * PANEL * 4);
         let engine = AmxEngine::new(amx);
         // SAFETY: every area has the size its layout asks for.
@@ -179,7 +164,7 @@ fn a_product_in_two_parts_is_the_whole() {
         let bytes = random.weights(dtype, k * n);
         let w = Weights::contiguous(dtype, &bytes, [k, n, 1]);
         let x: Vec<_> = (0..tokens).map(|_| random.vec(k)).collect();
-        let px = pack(dtype, k, &x);
+        let px = panels(amx, dtype, k, &x);
         let [whole, parts] = [(); 2].map(|()| Aligned::new(tokens.div_ceil(PANEL) * n * PANEL * 4));
         // SAFETY: every area has the size its layout asks for.
         unsafe {
