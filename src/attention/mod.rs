@@ -1,1 +1,164 @@
-//! Decode attention as matrix-matrix products (paper section 6).
+//! Decode attention as matrix-matrix products (paper section 6; DESIGN section 4): ggml's FLASH_ATTN_EXT, with every query
+//! row that shares a KV head handled together, so that K and V are read once for a group of heads.
+//!
+//! The work is cut into *tiles* of query rows of one KV head and *chunks* of cache positions. The cut depends on the shapes
+//! alone, never on the number of threads, and partial results merge by (maximum, sum) in the order of the chunks: the
+//! same operands give the same bits for any team. Blocks that the mask closes for all rows of a tile are not read.
+
+mod plan;
+#[cfg(test)]
+mod reference;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use crate::isa::{Avx512, Isa};
+use crate::kernels::avx512::attention::merge;
+use crate::team::Worker;
+use crate::tensor::{DType, View, ViewMut};
+use plan::Plan;
+use tile::Tile;
+
+/// The operands of ggml's FLASH_ATTN_EXT: `dst = softmax(scale * q k^T + slope * mask) v` for each head.
+///
+/// With `heads % kv_heads == 0` and `streams % kv_streams == 0`: head `h` reads KV head `h / (heads / kv_heads)`, and
+/// streams likewise; K and V may differ in their number of heads.
+#[derive(Clone, Copy, Debug)]
+pub struct Params<'a> {
+    /// Queries, F32 `[d, n_q, heads, streams]`.
+    pub q: View<'a>,
+    /// Keys `[d, n_kv, kv_heads, kv_streams]`, of any [`DType`].
+    pub k: View<'a>,
+    /// Values `[dv, n_kv, kv_heads, kv_streams]`, of any [`DType`]; may be the first `dv` elements of K's own rows (MLA).
+    pub v: View<'a>,
+    /// F16 `[>= n_kv, >= n_q, a, b]`: head `h` of stream `s` reads `[.., .., h % a, s % b]`. -Inf closes a position.
+    pub mask: Option<View<'a>>,
+    /// F32 `[heads]`: a score without a value that takes part in each head's softmax.
+    pub sinks: Option<View<'a>>,
+    /// Factor of `q . k`.
+    pub scale: f32,
+    /// ALiBi's largest bias: head `h`'s slope of the mask follows from it; 0: every slope is 1.
+    pub max_bias: f32,
+    /// If not 0, a score becomes `cap * tanh(score / cap)` before the mask is added.
+    pub logit_softcap: f32,
+    /// Result, F32 `[dv, heads, n_q, streams]`.
+    pub dst: ViewMut<'a>,
+}
+
+/// One attention operation, checked and planned.
+#[derive(Clone, Copy, Debug)]
+pub struct FlashAttn<'a> {
+    params: Params<'a>,
+    plan: Plan,
+}
+
+impl<'a> FlashAttn<'a> {
+    /// Checks types, shapes and strides and plans the work; `None` for what these kernels do not handle.
+    pub fn new(params: Params<'a>) -> Option<Self> {
+        let plan = Plan::new(&params)?;
+        Some(Self { params, plan })
+    }
+
+    /// Bytes of scratch for a team of `nth` threads.
+    pub fn scratch_bytes(&self, nth: usize) -> usize {
+        self.plan.partial_bytes() + nth * self.plan.thread_bytes()
+    }
+
+    /// Computes the operation; every worker of the team calls it with the same arguments. Allocates nothing.
+    ///
+    /// Rows whose positions are all closed give zeros (with or without a sink); a score that is NaN or +Inf makes its row
+    /// NaN. A position that is closed for a row never touches it, whatever its K and V hold.
+    ///
+    /// # Safety
+    /// The views are as they promise; `scratch` is 64-byte aligned, the same for all workers, and writable for
+    /// `scratch_bytes(w.nth())` bytes that nobody else uses until every worker has returned.
+    // SAFETY: contract above.
+    pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) {
+        let isa = isa.avx512();
+        let plan = &self.plan;
+        // SAFETY: partial results first, then a part for each thread.
+        let local = unsafe { scratch.add(plan.partial_bytes() + w.ith() * plan.thread_bytes()) };
+        // SAFETY: the operands are the caller's; `local` is this worker's own.
+        let mut tile = unsafe { Tile::new(isa, &self.params, plan, local.cast()) };
+        w.barrier();
+        loop {
+            let item = w.next();
+            if item >= plan.items() {
+                break;
+            }
+            // SAFETY: each item is done by one worker, and owns its partial results or its rows of `dst`.
+            unsafe { tile.chunk(item / plan.chunks, item % plan.chunks, scratch.cast()) };
+        }
+        w.barrier();
+        if plan.chunks == 1 {
+            return;
+        }
+        for row in w.share(plan.all_rows()) {
+            // SAFETY: all partial results are written (barrier), and each row of `dst` belongs to one worker.
+            unsafe { self.merge_row(isa, row, scratch.cast()) };
+        }
+    }
+
+    /// Merges the chunks of one query row.
+    // SAFETY: contract: the partial results are complete, and nobody else writes this row.
+    unsafe fn merge_row(&self, isa: Avx512, row: usize, partial: *const f32) {
+        let plan = &self.plan;
+        let (unit, row) = (row / plan.unit_rows, row % plan.unit_rows);
+        let (tile, row) = (unit * plan.tiles + row / plan.tile_rows, row % plan.tile_rows);
+        let place = plan.place(tile, row);
+        // SAFETY: slots inside the partial results.
+        let slot = |chunk| unsafe { partial.add(plan.slot(tile, chunk, row)) };
+        // SAFETY: a slot's maximum and sum lie behind its values.
+        let max_sum = |chunk| unsafe { (*slot(chunk).add(plan.dv_padded()), *slot(chunk).add(plan.dv_padded() + 1)) };
+        let max = (0..plan.chunks).map(|c| max_sum(c).0).fold(self.sink(place.head), f32::max);
+        let factor = |chunk| weight(max_sum(chunk).0, max);
+        let sum: f32 = (0..plan.chunks).map(|c| max_sum(c).1 * factor(c)).sum();
+        let sum = sum + weight(self.sink(place.head), max);
+        let inverse = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+        let parts = (0..plan.chunks).map(|c| (slot(c), factor(c) * inverse));
+        let to = self.params.dst.row(place.head, place.query, place.stream);
+        // SAFETY: the slots are padded and aligned, the row of `dst` has `dv` elements.
+        unsafe { merge(isa, parts, plan.dv, to) };
+    }
+
+    fn sink(&self, head: usize) -> f32 {
+        sink(&self.params, head)
+    }
+}
+
+/// A head's sink; -Inf, which weighs nothing, where there are none.
+fn sink(params: &Params<'_>, head: usize) -> f32 {
+    params.sinks.map_or(f32::NEG_INFINITY, |s| {
+        // SAFETY: one f32 a head, at any alignment, by the view's contract.
+        unsafe { s.data.add(head * s.nb[0]).cast::<f32>().read_unaligned() }
+    })
+}
+
+/// `e^(score - max)`; 0 for -Inf, also where the maximum is -Inf.
+fn weight(score: f32, max: f32) -> f32 {
+    if score == f32::NEG_INFINITY { 0.0 } else { (score - max).exp() }
+}
+
+/// ALiBi's slope of a head (Press et al. 2022, as ggml computes it); 1 without ALiBi.
+fn slope(max_bias: f32, heads: usize, head: usize) -> f32 {
+    if max_bias <= 0.0 {
+        return 1.0;
+    }
+    let power = 1usize << heads.ilog2();
+    let base = |bias: f32| (-bias / power as f32).exp2();
+    if head < power {
+        base(max_bias).powi(head as i32 + 1)
+    } else {
+        base(max_bias / 2.0).powi(2 * (head - power) as i32 + 1)
+    }
+}
+
+/// Whether the elements of a row follow each other.
+fn dense(view: &View<'_>) -> bool {
+    view.nb[0] == view.dtype.row_bytes(view.dtype.block()) && view.ne[0].is_multiple_of(view.dtype.block())
+}
+
+/// The mask is F16: the only type ggml gives it.
+fn is_mask(view: &View<'_>) -> bool {
+    view.dtype == DType::F16 && dense(view)
+}

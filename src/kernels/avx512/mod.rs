@@ -5,6 +5,7 @@
 //! lanes of weights and tokens alike: a load of 64 bytes of weights serves each token once, no lane is empty, and one
 //! horizontal sum ends each row: for a few tokens, where reading the weights takes the time.
 
+pub mod attention;
 mod bf16_fma;
 mod bf16_pairs;
 pub mod glu;

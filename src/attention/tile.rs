@@ -1,0 +1,358 @@
+//! One tile of query rows over one chunk of the cache.
+
+use std::ops::Range;
+
+use super::plan::{MAX_PANELS, MAX_TILE_ROWS, Plan};
+use super::{Params, sink, slope, weight};
+use crate::isa::Avx512;
+use crate::kernels::avx512::attention::{
+    LANES, Source, State, bias, cap, mask_bits, merge, pack, panel_lanes, panel_len, prefetch, scores, softmax, weigh,
+    widen,
+};
+use crate::tensor::View;
+
+/// A thread's place to work: the panels of the tile it is at, and its scratch.
+pub struct Tile<'a> {
+    isa: Avx512,
+    params: &'a Params<'a>,
+    plan: &'a Plan,
+    /// The tile and its rows that the panels hold.
+    packed: Option<(usize, Range<usize>)>,
+    rows: [Row; MAX_TILE_ROWS],
+    panels: [Panel; MAX_PANELS],
+    count: usize,
+    k: *mut f32,
+    v: *mut f32,
+    q: *mut f32,
+    s: *mut f32,
+    o: *mut f32,
+    states: *mut State,
+}
+
+/// The mask of a query row at position 0 (null: none), and its ALiBi slope.
+#[derive(Clone, Copy)]
+struct Row {
+    mask: *const u16,
+    slope: f32,
+}
+
+/// Rows `[row, row + rows)` of the packed ones, in `lanes` lanes; its panel and scores in f32 of scratch.
+#[derive(Clone, Copy, Default)]
+struct Panel {
+    row: usize,
+    rows: usize,
+    lanes: usize,
+    q: usize,
+    s: usize,
+}
+
+/// A block of positions that is open for some row.
+#[derive(Clone, Copy)]
+struct Block {
+    start: usize,
+    n: usize,
+    /// Positions that are closed for all rows.
+    closed: u64,
+    /// Bit `i`: the block is closed for panel `i`.
+    idle: u32,
+    /// Bit `i`: panel `i` needs its mask added.
+    masked: u32,
+}
+
+impl<'a> Tile<'a> {
+    /// # Safety
+    /// `scratch` is 64-byte aligned and writable for `plan.thread_bytes()` bytes, for as long as this lives.
+    // SAFETY: contract above.
+    pub unsafe fn new(isa: Avx512, params: &'a Params<'a>, plan: &'a Plan, scratch: *mut f32) -> Self {
+        let mut at = scratch;
+        let [k, v, q, s, o, states] = plan.thread_parts().map(|len| {
+            let part = at;
+            // SAFETY: the parts add up to less than `thread_bytes`.
+            at = unsafe { at.add(len) };
+            part
+        });
+        let v = if plan.shared { k } else { v };
+        let rows = [Row { mask: std::ptr::null(), slope: 1.0 }; MAX_TILE_ROWS];
+        let panels = [Panel::default(); MAX_PANELS];
+        Self { isa, params, plan, packed: None, rows, panels, count: 0, k, v, q, s, o, states: states.cast() }
+    }
+
+    /// Computes tile `tile` over chunk `chunk`: into its slots of `partial`, or into `dst` if there is one chunk.
+    ///
+    /// # Safety
+    /// The views are as they promise, `partial` as large as the plan says; nobody else computes this tile and chunk.
+    // SAFETY: contract above.
+    pub unsafe fn chunk(&mut self, tile: usize, chunk: usize, partial: *mut f32) {
+        let rows = 0..self.plan.rows(tile);
+        // SAFETY: the caller's contract.
+        let finite = unsafe { self.rows(tile, chunk, rows.clone(), partial) };
+        if finite || self.params.mask.is_none() {
+            return;
+        }
+        // In a tile a position may be open for one row and closed for another: 0 * Inf of the closed one's V is NaN in the
+        // sum. With one mask row at a time a position is either read for all rows or for none.
+        let same = |a: &usize, b: &usize| self.rows[*a].mask == self.rows[*b].mask;
+        let mut parts = [(0, 0); MAX_TILE_ROWS];
+        let mut count = 0;
+        let mut start = 0;
+        for row in rows.clone() {
+            if row + 1 == rows.end || !same(&row, &(row + 1)) {
+                (parts[count], count, start) = ((start, row + 1), count + 1, row + 1);
+            }
+        }
+        for &(start, end) in parts[..count].iter().filter(|_| count > 1) {
+            // SAFETY: the caller's contract.
+            unsafe { self.rows(tile, chunk, start..end, partial) };
+        }
+    }
+
+    /// Some rows of the tile over the chunk; whether their sums are all finite.
+    // SAFETY: `chunk`'s contract.
+    unsafe fn rows(&mut self, tile: usize, chunk: usize, rows: Range<usize>, partial: *mut f32) -> bool {
+        let plan = self.plan;
+        if self.packed.as_ref() != Some(&(tile, rows.clone())) {
+            // SAFETY: the caller's contract.
+            unsafe { self.pack(tile, rows.clone()) };
+        }
+        // SAFETY: the slots of this tile and chunk are ours, and follow each other for the tile's rows.
+        unsafe {
+            for panel in 0..self.count {
+                *self.states.add(panel) = State::EMPTY;
+            }
+            std::slice::from_raw_parts_mut(self.o, rows.len() * plan.dv_padded()).fill(0.0);
+            self.blocks(tile, chunk);
+            self.store(tile, chunk, rows, partial)
+        }
+    }
+
+    /// Packs query rows and looks up their masks.
+    // SAFETY: `chunk`'s contract.
+    unsafe fn pack(&mut self, tile: usize, rows: Range<usize>) {
+        let (plan, params) = (self.plan, self.params);
+        for (i, row) in rows.clone().enumerate() {
+            let p = plan.place(tile, row);
+            let at = |m: View<'_>| m.row(p.query, p.head % m.ne[2], p.stream % m.ne[3]).cast::<u16>();
+            let slope = slope(params.max_bias, params.q.ne[2], p.head);
+            self.rows[i] = Row { mask: params.mask.map_or(std::ptr::null(), at), slope };
+        }
+        let scale = if params.logit_softcap == 0.0 { params.scale } else { params.scale / params.logit_softcap };
+        let (mut row, mut q, mut s) = (0, 0, 0);
+        self.count = 0;
+        while row < rows.len() {
+            let lanes = panel_lanes(rows.len() - row);
+            let panel = Panel { row, rows: lanes.min(rows.len() - row), lanes, q, s };
+            let sources = (rows.start + row..rows.start + row + panel.rows).map(|row| {
+                let p = plan.place(tile, row);
+                params.q.row(p.query, p.head, p.stream).cast::<f32>()
+            });
+            // SAFETY: the rows are in the view; the panels' lanes add up to at most the tile's rows rounded up to 16.
+            unsafe { pack(sources, lanes, plan.d, scale, self.q.add(q)) };
+            self.panels[self.count] = panel;
+            self.count += 1;
+            (row, q, s) = (row + panel.rows, q + panel_len(lanes, plan.d), s + lanes * plan.block);
+        }
+        self.packed = Some((tile, rows));
+    }
+
+    /// Goes over the open blocks of a chunk.
+    // SAFETY: `chunk`'s contract, with the rows packed.
+    unsafe fn blocks(&mut self, tile: usize, chunk: usize) {
+        let plan = self.plan;
+        let end = ((chunk + 1) * plan.chunk_len).min(plan.n_kv);
+        let k = self.cache(&self.params.k, tile);
+        let v = self.cache(&self.params.v, tile);
+        // SAFETY: the mask's rows have `n_kv` values.
+        let mut next = unsafe { self.open(chunk * plan.chunk_len, end) };
+        while let Some(block) = next {
+            // SAFETY: as above; then the block's positions are in the views.
+            unsafe {
+                next = self.open(block.start + block.n, end);
+                self.block(block, next, k, v);
+            }
+        }
+    }
+
+    /// The rows of a cache tensor that `tile` uses, from position 0.
+    fn cache(&self, view: &View<'_>, tile: usize) -> Source {
+        let p = self.plan.place(tile, 0);
+        let head = p.head / (self.params.q.ne[2] / view.ne[2]);
+        let stream = p.stream / (self.params.q.ne[3] / view.ne[3]);
+        Source {
+            dtype: view.dtype,
+            data: view.row(0, head, stream),
+            stride: view.nb[1],
+            rows: 0,
+            d: view.ne[0],
+            closed: 0,
+        }
+    }
+
+    /// The first block at or after `start` that is open for some row.
+    // SAFETY: the mask rows have `end` values.
+    unsafe fn open(&self, mut start: usize, end: usize) -> Option<Block> {
+        while start < end {
+            let n = (end - start).min(self.plan.block);
+            // SAFETY: `[start, start + n)` is in front of `end`.
+            let block = unsafe { self.look(start, n) };
+            if block.closed != u64::MAX >> (64 - n) {
+                return Some(block);
+            }
+            start += n;
+        }
+        None
+    }
+
+    /// What the mask says about a block.
+    // SAFETY: the mask rows have `start + n` values.
+    unsafe fn look(&self, start: usize, n: usize) -> Block {
+        let all = u64::MAX >> (64 - n);
+        let mut block = Block { start, n, closed: all, idle: 0, masked: 0 };
+        for (i, panel) in self.panels[..self.count].iter().enumerate() {
+            let (mut closed, mut special) = (all, 0);
+            let mut last = std::ptr::null();
+            for row in &self.rows[panel.row..panel.row + panel.rows] {
+                if row.mask.is_null() {
+                    closed = 0;
+                    break;
+                }
+                if row.mask != last {
+                    last = row.mask;
+                    // SAFETY: the caller's contract.
+                    let bits = unsafe { mask_bits(self.isa, row.mask.add(start), n) };
+                    closed &= bits.closed;
+                    special |= bits.closed | bits.valued;
+                }
+            }
+            block.closed &= closed;
+            block.idle |= u32::from(closed == all) << i;
+            block.masked |= u32::from(special != 0) << i;
+        }
+        block
+    }
+
+    /// One block: scores, weights, weighted sums. Asks for the next block's rows meanwhile.
+    // SAFETY: `chunk`'s contract, with the rows packed.
+    unsafe fn block(&mut self, block: Block, next: Option<Block>, k: Source, v: Source) {
+        let plan = self.plan;
+        let at = |from: Source, b: Block, first: usize, rows: usize| Source {
+            data: from.data.wrapping_add((b.start + first) * from.stride),
+            rows,
+            closed: b.closed >> first,
+            ..from
+        };
+        let k_tiles = plan.d.div_ceil(LANES);
+        // SAFETY: the block's positions are in the views; all scratch is this thread's and sized by the plan.
+        unsafe {
+            widen(self.isa, at(k, block, 0, block.n), self.k);
+            for first in (0..plan.block).step_by(LANES) {
+                if let Some(next) = next.filter(|next| first < next.n) {
+                    let rows = LANES.min(next.n - first);
+                    prefetch(at(k, next, first, rows));
+                    if !plan.shared {
+                        prefetch(at(v, next, first, rows));
+                    }
+                }
+                for panel in self.busy(block).filter(|_| first < block.n) {
+                    let s = self.s.add(panel.1.s + first * panel.1.lanes);
+                    let k = self.k.add(first * k_tiles * LANES);
+                    scores(self.isa, panel.1.lanes, self.q.add(panel.1.q), k, k_tiles, LANES, s);
+                }
+            }
+            for (i, panel) in self.busy(block) {
+                self.weights(block, i, panel);
+            }
+            if !plan.shared {
+                widen(self.isa, at(v, block, 0, block.n), self.v);
+            }
+            let tiles = plan.dv.div_ceil(LANES);
+            let stride = if plan.shared { k_tiles } else { tiles };
+            for (i, panel) in self.busy(block) {
+                let rescale = (*self.states.add(i)).rescale.as_ptr();
+                let o = self.o.add(panel.row * plan.dv_padded());
+                let shape = [panel.lanes, panel.rows];
+                weigh(self.isa, self.s.add(panel.s), shape, block.n, self.v, [stride, tiles], rescale, o);
+            }
+        }
+    }
+
+    /// The panels for which the block is open.
+    fn busy(&self, block: Block) -> impl Iterator<Item = (usize, Panel)> + use<> {
+        let (panels, count) = (self.panels, self.count);
+        (0..count).filter(move |i| block.idle >> i & 1 == 0).map(move |i| (i, panels[i]))
+    }
+
+    /// Scores of a panel into weights.
+    // SAFETY: `chunk`'s contract; the panel's scores are there.
+    unsafe fn weights(&self, block: Block, i: usize, panel: Panel) {
+        // SAFETY: the panel's scores and state are this thread's; the mask rows have the block's positions.
+        unsafe {
+            let s = self.s.add(panel.s);
+            let len = block.n.next_multiple_of(LANES) * panel.lanes;
+            if self.params.logit_softcap != 0.0 {
+                cap(self.isa, self.params.logit_softcap, s, len);
+            }
+            if block.masked >> i & 1 == 1 {
+                let rows = &self.rows[panel.row..panel.row + panel.rows];
+                let rows = rows.iter().map(|r| (r.mask.add(block.start), r.slope));
+                bias(self.isa, rows, panel.lanes, block.n, s);
+            } else {
+                let tail = block.n * panel.lanes..len;
+                std::slice::from_raw_parts_mut(s.add(tail.start), tail.len()).fill(f32::NEG_INFINITY);
+            }
+            softmax(self.isa, panel.lanes, s, len, &mut *self.states.add(i));
+        }
+    }
+
+    /// Hands the rows' results on; whether all are finite.
+    // SAFETY: `chunk`'s contract; the chunk is done.
+    unsafe fn store(&self, tile: usize, chunk: usize, rows: Range<usize>, partial: *mut f32) -> bool {
+        let plan = self.plan;
+        let mut finite = true;
+        for (i, panel) in self.panels[..self.count].iter().enumerate() {
+            // SAFETY: this thread's state.
+            let state = unsafe { &*self.states.add(i) };
+            for row in 0..panel.rows {
+                let (max, sum) = (state.max[row], state.row_sum(panel.lanes, row));
+                // SAFETY: this thread's sums.
+                let o = unsafe { self.o.add((panel.row + row) * plan.dv_padded()) };
+                // SAFETY: as above.
+                finite &= sum.is_finite() && unsafe { all_finite(o, plan.dv) };
+                let row = rows.start + panel.row + row;
+                // SAFETY: the row's slot or its row of `dst` is ours.
+                unsafe {
+                    if plan.chunks == 1 {
+                        self.finish(tile, row, o, max, sum);
+                    } else {
+                        let slot = partial.add(plan.slot(tile, chunk, row));
+                        std::ptr::copy_nonoverlapping(o, slot, plan.dv_padded());
+                        *slot.add(plan.dv_padded()) = max;
+                        *slot.add(plan.dv_padded() + 1) = sum;
+                    }
+                }
+            }
+        }
+        finite
+    }
+
+    /// Writes a row's result when there is nothing to merge with.
+    // SAFETY: `chunk`'s contract.
+    unsafe fn finish(&self, tile: usize, row: usize, o: *const f32, max: f32, sum: f32) {
+        let p = self.plan.place(tile, row);
+        let sink = sink(self.params, p.head);
+        let top = max.max(sink);
+        let factor = weight(max, top);
+        let sum = sum * factor + weight(sink, top);
+        let inverse = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+        let to = self.params.dst.row(p.head, p.query, p.stream);
+        // SAFETY: `o` is padded and aligned, the row of `dst` has `dv` elements.
+        unsafe { merge(self.isa, std::iter::once((o, factor * inverse)), self.plan.dv, to) };
+    }
+}
+
+/// Whether `n` values are all finite.
+// SAFETY: they are readable.
+unsafe fn all_finite(x: *const f32, n: usize) -> bool {
+    // SAFETY: the caller's contract.
+    let x = unsafe { std::slice::from_raw_parts(x, n) };
+    x.iter().fold(0u32, |bad, v| bad | u32::from(v.to_bits() & 0x7f80_0000 == 0x7f80_0000)) == 0
+}

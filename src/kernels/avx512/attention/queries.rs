@@ -1,0 +1,44 @@
+//! Query rows into a panel.
+
+use super::{LANES, with_lanes};
+
+/// Packs `rows.len()` query rows of `d` f32, times `scale`, into a panel of `lanes` rows; the rest is zeros.
+///
+/// Layout: `[element / width][row][element % width]` with `width = 16 / lanes`.
+///
+/// # Safety
+/// Each row has `d` readable f32, of any alignment; `panel` is writable for `panel_len(lanes, d)` f32.
+// SAFETY: contract above.
+pub unsafe fn pack(
+    rows: impl ExactSizeIterator<Item = *const f32>,
+    lanes: usize,
+    d: usize,
+    scale: f32,
+    panel: *mut f32,
+) {
+    debug_assert!(rows.len() <= lanes);
+    let used = rows.len();
+    for (row, q) in rows.enumerate() {
+        // SAFETY: the caller's contract.
+        unsafe { with_lanes!(lanes, place(q, d, scale, row, d, panel)) };
+    }
+    for row in used..lanes {
+        // SAFETY: as above; with `n` = 0 nothing is read.
+        unsafe { with_lanes!(lanes, place(panel, 0, scale, row, d, panel)) };
+    }
+}
+
+/// Puts the first `n` elements of a query into its places of the panel, and zeros behind them up to `d` rounded up to 16.
+// SAFETY: contract of `pack`.
+unsafe fn place<const L: usize>(q: *const f32, n: usize, scale: f32, row: usize, d: usize, panel: *mut f32) {
+    let width = LANES / L;
+    for group in 0..d.next_multiple_of(LANES) / width {
+        // SAFETY: `group` is one of the panel's vectors, and the row has `width` places in each.
+        let to = unsafe { panel.add(group * LANES + row * width) };
+        for i in 0..width {
+            let e = group * width + i;
+            // SAFETY: element `e` is in front of `n`; the place is in the panel.
+            unsafe { *to.add(i) = if e < n { q.add(e).read_unaligned() * scale } else { 0.0 } };
+        }
+    }
+}
