@@ -23,8 +23,9 @@ use crate::tiles::{Fault, Tiles};
 /// A `siginfo_t` as bytes.
 type SigInfo = [u64; 16];
 
-// `const` and without a destructor, so that access is an offset from the thread pointer and never registers
-// or allocates. The library is loaded at program start when preloaded: its block is in the static TLS.
+// `const` and without a destructor, so that access never registers or allocates: in an executable it is an
+// offset from the thread pointer, in the library a call of `__tls_get_addr`, which finds the block of a library
+// that was there at program start in the static TLS.
 thread_local! {
     static STATE: UnsafeCell<Tiles> = const { UnsafeCell::new(Tiles::new()) };
     /// How the last guarded copy of this thread failed.
@@ -144,6 +145,11 @@ impl Registers for Frame<'_> {
 extern "C" fn on_illegal(sig: c_int, info: *mut c_void, context: *mut c_void) {
     // SAFETY: the kernel hands a valid frame, ours until we return.
     let context = unsafe { &mut *context.cast::<ucontext_t>() };
+    // SAFETY: `info` is the kernel's.
+    if unsafe { was_sent(info) } {
+        // SAFETY: as above.
+        return unsafe { pass_on(sig, info, context) };
+    }
     match step(context) {
         // A trap is dear, and tile instructions come in rows: go on while the next is one too. One that does
         // not complete traps again, and is the first then.
@@ -253,10 +259,8 @@ unsafe fn pass_on(sig: c_int, info: *mut c_void, context: &mut ucontext_t) {
 /// # Safety
 /// `info` must be that of the signal in hand.
 unsafe fn default_action(sig: c_int, info: *mut c_void, handler: usize) {
-    // SAFETY: a siginfo_t begins with signo, errno, code.
-    let code = unsafe { info.cast::<c_int>().add(2).read() };
-    let sent = code <= 0; // by kill and its kin; a fault can not be ignored
-    if sent && handler == SIG_IGN {
+    // SAFETY: as this function. A signal that was sent can be ignored, a fault can not.
+    if unsafe { was_sent(info) } && handler == SIG_IGN {
         return;
     }
     // SAFETY: no handler. `info` is the caller's. The signal is blocked until our handler returns.
@@ -264,6 +268,15 @@ unsafe fn default_action(sig: c_int, info: *mut c_void, handler: usize) {
         let _ = sys::rt_sigaction(sig, Some(&KernelAction { handler: SIG_DFL, ..Default::default() }), None);
         sys::queue_to_self(sig, info);
     }
+}
+
+/// Whether a signal came by `kill` and its kin and is no fault of the instruction it stands at.
+///
+/// # Safety
+/// `info` must point to a `siginfo_t`.
+unsafe fn was_sent(info: *mut c_void) -> bool {
+    // SAFETY: a siginfo_t begins with signo, errno, code.
+    unsafe { info.cast::<c_int>().add(2).read() <= 0 }
 }
 
 /// The kernel's part (64 signals) of the mask that the frame restores.

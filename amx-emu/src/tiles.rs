@@ -18,6 +18,17 @@ pub enum Fault {
     GeneralProtection,
 }
 
+impl std::fmt::Display for Fault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Fault::InvalidOpcode => "invalid opcode (#UD)",
+            Fault::GeneralProtection => "general protection (#GP): the tile configuration is not valid",
+        })
+    }
+}
+
+impl std::error::Error for Fault {}
+
 /// The dot-product instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dot {
