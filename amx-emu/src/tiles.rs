@@ -334,3 +334,37 @@ impl Tiles {
         Ok(Product { m: self.rows[d].into(), n: usize::from(self.colsb[d]) / 4, k: self.rows[b].into() })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A load that stops leaves the rows before it, zeros from there on, and goes on from there.
+    #[test]
+    fn a_load_that_stops() {
+        let mut config = [0; 64];
+        (config[0], config[16], config[48]) = (1, 64, 8);
+        let mut tiles = Tiles::new();
+        tiles.load_config(&config).unwrap();
+        tiles.load(0, |_, out| out.fill(1)).unwrap();
+        let stopped = tiles.try_load(0, |row, out| {
+            out[..20].fill(2);
+            row < 3 && {
+                out.fill(2);
+                true
+            }
+        });
+        assert_eq!((stopped, tiles.store_config()[1]), (Ok(false), 3));
+        for row in 0..16 {
+            assert_eq!(tiles.tile(0)[row], [if row < 3 { 2 } else { 0 }; 64], "row {row}");
+        }
+        let mut rows = Vec::new();
+        tiles
+            .load(0, |row, out| {
+                rows.push(row);
+                out.fill(3);
+            })
+            .unwrap();
+        assert_eq!((rows, tiles.store_config()), (vec![3, 4, 5, 6, 7], config));
+    }
+}

@@ -247,3 +247,26 @@ fn code_at_the_end_of_a_page() {
     .unwrap();
     assert_eq!((caught.signal, caught.address, caught.rip), (libc::SIGILL, load, load));
 }
+
+/// The first byte of what may be an instruction ends the page: the fault is the program's, at the fetch.
+#[test]
+fn half_an_instruction_at_the_end_of_a_page() {
+    setup();
+    const ZERO: [u8; 5] = [0xc4, 0xe2, 0x7b, 0x49, 0xc8]; // tilezero tmm1
+    let code = [&ZERO[..], &[0xc4]].concat();
+    let p = two_pages(PROT_NONE);
+    // SAFETY: the test's own page.
+    let run: extern "C" fn() = unsafe {
+        let start = p.add(PAGE - code.len());
+        start.copy_from(code.as_ptr(), code.len());
+        libc::mprotect(p.cast(), PAGE, PROT_READ | libc::PROT_EXEC);
+        std::mem::transmute(start)
+    };
+    let caught = catch(|| {
+        ldtilecfg(&full());
+        run();
+    })
+    .unwrap();
+    let end = p as usize + PAGE;
+    assert_eq!((caught.signal, caught.address, caught.rip), (SIGSEGV, end, end - 1));
+}
