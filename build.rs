@@ -152,6 +152,7 @@ mod plugin {
         let Some(lib) = ggml.lib.as_ref().filter(|l| l.join("libggml-base.so").exists()) else { return };
         println!("cargo::rustc-link-search=native={}", lib.display());
         println!("cargo::rustc-link-arg-tests=-Wl,-rpath,{}", lib.display());
+        println!("cargo::rustc-env=GGML_HINA_TEST_LIB={}", lib.display());
         println!("cargo::rustc-link-lib=dylib=ggml");
         println!("cargo::rustc-link-lib=dylib=ggml-base");
     }

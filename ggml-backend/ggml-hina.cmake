@@ -34,14 +34,14 @@ function(ggml_hina_attach)
     target_include_directories(ggml PRIVATE src)
     add_dependencies(ggml ggml_hina_cargo)
 
+    get_target_property(type ggml TYPE)
     add_library(ggml_hina STATIC IMPORTED GLOBAL)
     set_target_properties(ggml_hina PROPERTIES
         IMPORTED_LOCATION "${lib}"
-        INTERFACE_LINK_LIBRARIES "ggml-base;${CMAKE_DL_LIBS};m;pthread")
+        INTERFACE_LINK_LIBRARIES "$<$<STREQUAL:${type},STATIC_LIBRARY>:ggml>;ggml-base;${CMAKE_DL_LIBS};m;pthread")
     add_dependencies(ggml_hina ggml_hina_cargo)
     target_link_libraries(ggml PRIVATE ggml_hina)
 
-    get_target_property(type ggml TYPE)
     if (type STREQUAL "STATIC_LIBRARY")
         target_link_options(ggml INTERFACE "-Wl,--undefined=ggml_hina_linked")
     endif()
