@@ -170,7 +170,7 @@ impl Context {
         // SAFETY: owned by this context; no graph of this backend runs now, so nobody reads it.
         let run = unsafe { self.run.as_mut() };
         run.prepare(self.threads);
-        let rules = Rules { threads: self.threads, claim: !self.use_ref };
+        let rules = Rules { threads: self.threads, fuse: config().fuse, claim: !self.use_ref };
         // SAFETY: ggml's promise for a graph it computes: all nodes and their sources are valid and allocated.
         let scratch = unsafe { self.graph.rewrite(graph, run, rules) };
         if !self.scratch.reserve(scratch) {

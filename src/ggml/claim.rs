@@ -1,11 +1,12 @@
 //! Which nodes are ours: those where our kernels beat ggml's CPU backend on this CPU, and that they compute rightly.
 
+use super::fuse::{Chain, GateUp, Product};
 use super::graph::Rules;
 use super::op::Work;
 use super::sys;
 use super::tensor::{dense_rows, dtype, ids, in_host_layout, ne, src, view, view_mut, weights};
-use crate::eligible::{self, Product};
-use crate::moe::MulMatId;
+use crate::moe::{Bias, Ffn, FfnParts, MulMatId, Output};
+use crate::tensor::DType;
 
 /// The work that stands for `node`, if it is ours.
 ///
@@ -25,14 +26,51 @@ pub unsafe fn node(node: &sys::ggml_tensor, _rules: &Rules) -> Option<Work> {
     }
 }
 
+/// The work that stands for a chain, if the kernels know its types.
+///
+/// # Safety
+/// As [`node`], for all tensors of the chain.
+// SAFETY: contract above.
+pub unsafe fn chain(chain: &Chain<'_>) -> Option<Work> {
+    // SAFETY: by the contract.
+    unsafe {
+        let bias = |p: &Product<'_>| p.bias.and_then(|b| view(b)).map(Bias);
+        let (gate, up, gate_bias, up_bias) = match &chain.gate_up {
+            GateUp::Apart { gate, up } => (weights(gate.w)?, weights(up.w)?, bias(gate), bias(up)),
+            GateUp::Merged(both) => {
+                let (gate, up) = weights(both.w)?.split();
+                let halves = bias(both).map(|b| b.split());
+                (gate, up, halves.map(|h| h.0), halves.map(|h| h.1))
+            }
+        };
+        if gate.dtype != up.dtype {
+            return None;
+        }
+        let dst = view_mut(chain.dst);
+        Some(Work::Ffn(Ffn::new(FfnParts {
+            x: view(chain.x)?,
+            ids: ids(chain.ids),
+            gate,
+            up,
+            gate_bias,
+            up_bias,
+            glu: chain.glu,
+            down: weights(chain.down.w)?,
+            down_bias: bias(&chain.down),
+            router: chain.weights.and_then(|w| view(w)),
+            output: if chain.summed { Output::Sum(dst) } else { Output::Slots(dst) },
+        })))
+    }
+}
+
 /// Whether ggml would compute the node: it is marked so and has elements.
 pub fn computes(node: &sys::ggml_tensor) -> bool {
     node.flags & sys::GGML_TENSOR_FLAG_COMPUTE as i32 != 0 && !ne(node).contains(&0)
 }
 
-/// Weights the engines multiply in place: of a type that is ours in this product, rows dense, in host memory.
-pub fn engine_weights(product: Product, t: &sys::ggml_tensor) -> bool {
-    eligible::product(product, dtype(t)).is_ok() && dense_rows(t) && in_host_layout(t)
+/// Weights the engines multiply in place: BF16 or Q8_0, rows dense, in host memory.
+pub fn engine_weights(t: &sys::ggml_tensor) -> bool {
+    dtype(t) == Some(DType::Bf16) && dense_rows(t) && in_host_layout(t)
 }
 
 /// F32 with dense rows, at an address: activations and results.
@@ -45,8 +83,7 @@ unsafe fn mul_mat_id(node: &sys::ggml_tensor) -> Option<Work> {
     // SAFETY: by the contract of `node`.
     unsafe {
         let (w, x, id) = (src(node, 0)?, src(node, 1)?, src(node, 2)?);
-        let fits =
-            engine_weights(Product::Experts, w) && plain_f32(x) && plain_f32(node) && id.type_ == sys::GGML_TYPE_I32;
+        let fits = engine_weights(w) && plain_f32(x) && plain_f32(node) && id.type_ == sys::GGML_TYPE_I32;
         if !fits || w.ne[3] != 1 || x.ne[3] != 1 || !in_host_layout(id) {
             return None;
         }

@@ -4,6 +4,7 @@
 //! backend's own fusions (RMS_NORM + MUL, ...) still find their nodes.
 
 use super::op::{Claimed, Run, Work, call};
+use super::fuse::Finder;
 use super::{claim, sys};
 
 /// What decides which nodes are claimed.
@@ -11,6 +12,8 @@ use super::{claim, sys};
 pub struct Rules {
     /// Threads that will run the graph, at the most.
     pub threads: usize,
+    /// Whether chains may become one node.
+    pub fuse: bool,
     /// Whether to claim at all.
     pub claim: bool,
 }
@@ -26,10 +29,11 @@ pub struct Graph {
     graph: Option<sys::ggml_cgraph>,
 }
 
-/// Node `at` becomes `work`.
+/// Node `at` becomes `work`, which stands for `nodes` nodes.
 struct Claim {
     at: usize,
     work: Work,
+    nodes: usize,
 }
 
 impl Graph {
@@ -46,12 +50,12 @@ impl Graph {
         let nodes = unsafe { std::slice::from_raw_parts(graph.nodes, graph.n_nodes as usize) };
         if rules.claim {
             // SAFETY: by the contract.
-            unsafe { self.find(nodes, &rules) };
+            unsafe { self.find(graph, nodes, &rules) };
         }
         if run.stats.on() {
             // SAFETY: valid nodes.
             let computing = nodes.iter().filter(|n| unsafe { claim::computes(&***n) }).count();
-            run.stats.add_graph(computing, self.claims.len());
+            run.stats.add_graph(computing, self.claims.iter().map(|c| c.nodes).sum());
         }
         let scratch = self.claims.iter().map(|c| c.work.scratch_bytes(rules.threads)).max().unwrap_or(0);
         if !self.claims.is_empty() {
@@ -61,18 +65,33 @@ impl Graph {
         scratch
     }
 
-    unsafe fn find(&mut self, nodes: &[*mut sys::ggml_tensor], rules: &Rules) {
+    /// Chains first, then single nodes of what is left.
+    ///
+    /// # Safety
+    /// As [`Graph::rewrite`].
+    // SAFETY: contract above.
+    unsafe fn find(&mut self, graph: &sys::ggml_cgraph, nodes: &[*mut sys::ggml_tensor], rules: &Rules) {
         self.absorbed.clear();
         self.absorbed.resize(nodes.len(), false);
-        for (at, &node) in nodes.iter().enumerate() {
-            if self.absorbed[at] {
-                continue;
-            }
+        let mut taken = vec![false; nodes.len()];
+        // SAFETY: by the contract.
+        let finder = unsafe { Finder::new(graph) };
+        for at in (0..nodes.len()).filter(|_| rules.fuse) {
+            let Some(chain) = finder.chain(at) else { continue };
+            // SAFETY: the chain's tensors are the graph's.
+            let Some(work) = (unsafe { claim::chain(&chain) }) else { continue };
+            let (&end, inner) = chain.members.split_last().expect("a chain has nodes");
+            inner.iter().for_each(|&i| self.absorbed[i] = true);
+            chain.members.iter().for_each(|&i| taken[i] = true);
+            self.claims.push(Claim { at: end, work, nodes: chain.members.len() });
+        }
+        for at in (0..nodes.len()).filter(|&i| !taken[i]) {
             // SAFETY: a valid node of the caller's graph.
-            if let Some(work) = unsafe { claim::node(&*node, rules) } {
-                self.claims.push(Claim { at, work });
+            if let Some(work) = unsafe { claim::node(&*nodes[at], rules) } {
+                self.claims.push(Claim { at, work, nodes: 1 });
             }
         }
+        self.claims.sort_unstable_by_key(|c| c.at);
     }
 
     unsafe fn replace(&mut self, graph: &sys::ggml_cgraph, nodes: &[*mut sys::ggml_tensor], run: &Run) {

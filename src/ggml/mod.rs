@@ -14,6 +14,7 @@ mod backend;
 mod claim;
 mod cpu;
 mod device;
+mod fuse;
 mod graph;
 mod log;
 mod op;

@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::stats::{Kind, Stats};
 use super::{log, sys};
 use crate::isa::Isa;
-use crate::moe::{MulMatId, OpError};
+use crate::moe::{Ffn, MulMatId, OpError};
 use crate::team::{Team, Worker, WorkerError};
 
 /// An operation of ours, ready to run.
@@ -15,6 +15,8 @@ use crate::team::{Team, Worker, WorkerError};
 pub enum Work {
     /// One expert product.
     MulMatId(MulMatId<'static>),
+    /// A whole expert FFN.
+    Ffn(Ffn<'static>),
 }
 
 impl Work {
@@ -22,6 +24,7 @@ impl Work {
     pub fn scratch_bytes(&self, threads: usize) -> usize {
         match self {
             Self::MulMatId(op) => op.scratch_bytes(threads),
+            Self::Ffn(op) => op.scratch_bytes(threads),
         }
     }
 
@@ -32,6 +35,8 @@ impl Work {
         match self {
             // SAFETY: the caller's promise.
             Self::MulMatId(op) => unsafe { op.run(isa, worker, scratch) },
+            // SAFETY: the caller's promise.
+            Self::Ffn(op) => unsafe { op.run(isa, worker, scratch) },
         }
     }
 
@@ -39,6 +44,7 @@ impl Work {
     pub fn kind(&self) -> Kind {
         match self {
             Self::MulMatId(_) => Kind::MulMatId,
+            Self::Ffn(_) => Kind::Ffn,
         }
     }
 }
