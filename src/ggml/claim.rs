@@ -4,8 +4,8 @@ use super::fuse::{Chain, GateUp, Product};
 use super::graph::Rules;
 use super::op::Work;
 use super::sys;
-use super::tensor::{dense_rows, dtype, ids, in_host_layout, ne, src, view, view_mut, weights};
-use crate::moe::{Bias, Ffn, FfnParts, MulMatId, Output};
+use super::tensor::{dense_rows, dtype, half_rows, ids, in_host_layout, ne, src, view, view_mut, weights};
+use crate::moe::{Bias, Ffn, FfnParts, MulMat, MulMatId, Output};
 use crate::tensor::DType;
 
 /// The work that stands for `node`, if it is ours.
@@ -21,6 +21,7 @@ pub unsafe fn node(node: &sys::ggml_tensor, _rules: &Rules) -> Option<Work> {
     unsafe {
         match node.op {
             sys::GGML_OP_MUL_MAT_ID => mul_mat_id(node),
+            sys::GGML_OP_MUL_MAT => mul_mat(node),
             _ => None,
         }
     }
@@ -38,9 +39,10 @@ pub unsafe fn chain(chain: &Chain<'_>) -> Option<Work> {
         let (gate, up, gate_bias, up_bias) = match &chain.gate_up {
             GateUp::Apart { gate, up } => (weights(gate.w)?, weights(up.w)?, bias(gate), bias(up)),
             GateUp::Merged(both) => {
-                let (gate, up) = weights(both.w)?.split();
-                let halves = bias(both).map(|b| b.split());
-                (gate, up, halves.map(|h| h.0), halves.map(|h| h.1))
+                let w = weights(both.w)?;
+                let [gate, up] = w.split(w.n / 2);
+                let half = |i| both.bias.and_then(|b| half_rows(b, i)).map(Bias);
+                (gate, up, half(0), half(1))
             }
         };
         if gate.dtype != up.dtype {
@@ -70,7 +72,7 @@ pub fn computes(node: &sys::ggml_tensor) -> bool {
 
 /// Weights the engines multiply in place: BF16 or Q8_0, rows dense, in host memory.
 pub fn engine_weights(t: &sys::ggml_tensor) -> bool {
-    dtype(t) == Some(DType::Bf16) && dense_rows(t) && in_host_layout(t)
+    matches!(dtype(t), Some(DType::Bf16 | DType::Q8_0)) && dense_rows(t) && in_host_layout(t)
 }
 
 /// F32 with dense rows, at an address: activations and results.
@@ -88,5 +90,15 @@ unsafe fn mul_mat_id(node: &sys::ggml_tensor) -> Option<Work> {
             return None;
         }
         Some(Work::MulMatId(MulMatId::new(weights(w)?, view(x)?, ids(id), view_mut(node))))
+    }
+}
+
+/// `MUL_MAT` with one matrix of weights: projections, shared experts, the output head.
+unsafe fn mul_mat(node: &sys::ggml_tensor) -> Option<Work> {
+    // SAFETY: by the contract of `node`.
+    unsafe {
+        let (w, x) = (src(node, 0)?, src(node, 1)?);
+        let fits = engine_weights(w) && plain_f32(x) && plain_f32(node) && w.ne[2..] == [1, 1];
+        fits.then(|| Some(Work::MulMat(MulMat::new(weights(w)?, 1, view(x)?, view_mut(node)))))?
     }
 }

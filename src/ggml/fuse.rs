@@ -342,14 +342,21 @@ struct Tail<'a> {
 impl Chain<'_> {
     /// Whether the kernels can read all its parts where they are.
     fn fits(&self) -> bool {
-        let product = |p: &Product<'_>| engine_weights(p.w) && p.w.ne[3] == 1 && p.bias.is_none_or(|b| bias_fits(p.w, b));
+        let product =
+            |p: &Product<'_>| engine_weights(p.w) && p.w.ne[3] == 1 && p.bias.is_none_or(|b| bias_fits(p.w, b));
         let gate_up = match &self.gate_up {
             GateUp::Apart { gate, up } => product(gate) && product(up) && gate.w.ne == up.w.ne,
             GateUp::Merged(both) => product(both) && both.w.ne[1] % 2 == 0,
         };
         let ids = self.ids.type_ == sys::GGML_TYPE_I32 && in_host_layout(self.ids);
         let weights = self.weights.is_none_or(|w| w.type_ == sys::GGML_TYPE_F32 && in_host_layout(w));
-        gate_up && product(&self.down) && ids && weights && plain_f32(self.x) && plain_f32(self.dst) && self.x.ne[3] == 1
+        gate_up
+            && product(&self.down)
+            && ids
+            && weights
+            && plain_f32(self.x)
+            && plain_f32(self.dst)
+            && self.x.ne[3] == 1
     }
 }
 

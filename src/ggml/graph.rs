@@ -3,8 +3,8 @@
 //! The caller's graph is never changed. The private one keeps the caller's hash set and use counts, so that the inner
 //! backend's own fusions (RMS_NORM + MUL, ...) still find their nodes.
 
-use super::op::{Claimed, Run, Work, call};
 use super::fuse::Finder;
+use super::op::{Claimed, Run, Work, call};
 use super::{claim, sys};
 
 /// What decides which nodes are claimed.

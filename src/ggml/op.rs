@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::stats::{Kind, Stats};
 use super::{log, sys};
 use crate::isa::Isa;
-use crate::moe::{Ffn, MulMatId, OpError};
+use crate::moe::{Ffn, MulMat, MulMatId, OpError};
 use crate::team::{Team, Worker, WorkerError};
 
 /// An operation of ours, ready to run.
@@ -15,6 +15,8 @@ use crate::team::{Team, Worker, WorkerError};
 pub enum Work {
     /// One expert product.
     MulMatId(MulMatId<'static>),
+    /// A product with one matrix of weights.
+    MulMat(MulMat<'static>),
     /// A whole expert FFN.
     Ffn(Ffn<'static>),
 }
@@ -24,6 +26,7 @@ impl Work {
     pub fn scratch_bytes(&self, threads: usize) -> usize {
         match self {
             Self::MulMatId(op) => op.scratch_bytes(threads),
+            Self::MulMat(op) => op.scratch_bytes(threads),
             Self::Ffn(op) => op.scratch_bytes(threads),
         }
     }
@@ -36,6 +39,8 @@ impl Work {
             // SAFETY: the caller's promise.
             Self::MulMatId(op) => unsafe { op.run(isa, worker, scratch) },
             // SAFETY: the caller's promise.
+            Self::MulMat(op) => unsafe { op.run(isa, worker, scratch) },
+            // SAFETY: the caller's promise.
             Self::Ffn(op) => unsafe { op.run(isa, worker, scratch) },
         }
     }
@@ -44,6 +49,7 @@ impl Work {
     pub fn kind(&self) -> Kind {
         match self {
             Self::MulMatId(_) => Kind::MulMatId,
+            Self::MulMat(_) => Kind::MulMat,
             Self::Ffn(_) => Kind::Ffn,
         }
     }

@@ -68,6 +68,20 @@ pub unsafe fn ids(t: &sys::ggml_tensor) -> Ids<'static> {
     unsafe { Ids::from_raw(t.data.cast(), t.ne[0] as usize, t.ne[1] as usize, [t.nb[0], t.nb[1]]) }
 }
 
+/// The first (`half` 0) or second half of each row of `t`.
+///
+/// # Safety
+/// As [`view`].
+// SAFETY: contract above.
+pub unsafe fn half_rows(t: &sys::ggml_tensor, half: usize) -> Option<View<'static>> {
+    // SAFETY: by the contract.
+    let whole = unsafe { view(t) }?;
+    let [n, ne1, ne2, ne3] = whole.ne;
+    let data = whole.data.wrapping_add(half * (n / 2) * whole.nb[0]);
+    // SAFETY: half of the elements of a valid view.
+    Some(unsafe { View::from_raw(whole.dtype, data, [n / 2, ne1, ne2, ne3], whole.nb) })
+}
+
 /// A view of `t` for writing f32.
 ///
 /// # Safety
