@@ -20,15 +20,12 @@ pub enum Product {
 pub enum Left {
     /// No kernel multiplies this weight type in place.
     Type,
-    /// The CPU backend is as fast at this operation.
-    Operation,
 }
 
 impl fmt::Display for Left {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Type => "no kernel takes this weight type",
-            Self::Operation => "ggml's CPU backend is as fast here",
         })
     }
 }
@@ -37,11 +34,10 @@ impl fmt::Display for Left {
 ///
 /// # Errors
 /// Why it is not.
-pub fn product(product: Product, weights: Option<DType>) -> Result<(), Left> {
-    match (product, weights) {
-        (Product::Experts, Some(DType::Bf16)) => Ok(()),
-        (Product::Experts, _) => Err(Left::Type),
-        (Product::Plain, _) => Err(Left::Operation),
+pub fn product(_product: Product, weights: Option<DType>) -> Result<(), Left> {
+    match weights {
+        Some(DType::Bf16 | DType::Q8_0) => Ok(()),
+        _ => Err(Left::Type),
     }
 }
 
@@ -79,6 +75,8 @@ mod tests {
     #[test]
     fn unknown_types_are_left() {
         assert_eq!(product(Product::Experts, Some(DType::Bf16)), Ok(()));
+        assert_eq!(product(Product::Plain, Some(DType::Q8_0)), Ok(()));
+        assert_eq!(product(Product::Plain, Some(DType::F16)), Err(Left::Type));
         assert_eq!(product(Product::Experts, None), Err(Left::Type));
     }
 }

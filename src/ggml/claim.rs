@@ -5,8 +5,8 @@ use super::graph::Rules;
 use super::op::Work;
 use super::sys;
 use super::tensor::{dense_rows, dtype, half_rows, ids, in_host_layout, ne, src, view, view_mut, weights};
+use crate::eligible;
 use crate::moe::{Bias, Ffn, FfnParts, MulMat, MulMatId, Output};
-use crate::tensor::DType;
 
 /// The work that stands for `node`, if it is ours.
 ///
@@ -70,9 +70,9 @@ pub fn computes(node: &sys::ggml_tensor) -> bool {
     node.flags & sys::GGML_TENSOR_FLAG_COMPUTE as i32 != 0 && !ne(node).contains(&0)
 }
 
-/// Weights the engines multiply in place: BF16 or Q8_0, rows dense, in host memory.
-pub fn engine_weights(t: &sys::ggml_tensor) -> bool {
-    matches!(dtype(t), Some(DType::Bf16 | DType::Q8_0)) && dense_rows(t) && in_host_layout(t)
+/// Weights the engines multiply in place: of a type that is ours in this product, rows dense, in host memory.
+pub fn engine_weights(product: eligible::Product, t: &sys::ggml_tensor) -> bool {
+    eligible::product(product, dtype(t)).is_ok() && dense_rows(t) && in_host_layout(t)
 }
 
 /// F32 with dense rows, at an address: activations and results.
@@ -85,7 +85,10 @@ unsafe fn mul_mat_id(node: &sys::ggml_tensor) -> Option<Work> {
     // SAFETY: by the contract of `node`.
     unsafe {
         let (w, x, id) = (src(node, 0)?, src(node, 1)?, src(node, 2)?);
-        let fits = engine_weights(w) && plain_f32(x) && plain_f32(node) && id.type_ == sys::GGML_TYPE_I32;
+        let fits = engine_weights(eligible::Product::Experts, w)
+            && plain_f32(x)
+            && plain_f32(node)
+            && id.type_ == sys::GGML_TYPE_I32;
         if !fits || w.ne[3] != 1 || x.ne[3] != 1 || !in_host_layout(id) {
             return None;
         }
@@ -98,7 +101,8 @@ unsafe fn mul_mat(node: &sys::ggml_tensor) -> Option<Work> {
     // SAFETY: by the contract of `node`.
     unsafe {
         let (w, x) = (src(node, 0)?, src(node, 1)?);
-        let fits = engine_weights(w) && plain_f32(x) && plain_f32(node) && w.ne[2..] == [1, 1];
+        let fits =
+            engine_weights(eligible::Product::Plain, w) && plain_f32(x) && plain_f32(node) && w.ne[2..] == [1, 1];
         fits.then(|| Some(Work::MulMat(MulMat::new(weights(w)?, 1, view(x)?, view_mut(node)))))?
     }
 }

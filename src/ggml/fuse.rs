@@ -16,6 +16,7 @@
 use super::claim::{computes, engine_weights, plain_f32};
 use super::sys::{self, ggml_cgraph, ggml_tensor};
 use super::tensor::{in_host_layout, ne, src};
+use crate::eligible;
 use crate::kernels::glu::Glu;
 
 /// One of the three products, with its bias.
@@ -169,9 +170,9 @@ impl<'a> Finder<'a> {
         members: &mut Vec<usize>,
     ) -> Option<(&'a ggml_tensor, Option<&'a ggml_tensor>, Glu)> {
         let (a, b) = (self.src(mul, 0)?, self.src(mul, 1)?);
-        // SAFETY: a valid tensor; ggml answers for unary nodes.
         let is_silu = |t: &ggml_tensor| {
-            t.op == sys::GGML_OP_UNARY && unsafe { sys::ggml_get_unary_op(t) } == sys::GGML_UNARY_OP_SILU
+            // SAFETY: a valid unary node.
+            t.op == sys::GGML_OP_UNARY && unsafe { sys::ggml_get_unary_op(t) == sys::GGML_UNARY_OP_SILU }
         };
         let (silu, up) = if is_silu(a) { (a, b) } else { (b, a) };
         let silu_at = self.place(silu, at)?;
@@ -342,8 +343,11 @@ struct Tail<'a> {
 impl Chain<'_> {
     /// Whether the kernels can read all its parts where they are.
     fn fits(&self) -> bool {
-        let product =
-            |p: &Product<'_>| engine_weights(p.w) && p.w.ne[3] == 1 && p.bias.is_none_or(|b| bias_fits(p.w, b));
+        let product = |p: &Product<'_>| {
+            engine_weights(eligible::Product::Experts, p.w)
+                && p.w.ne[3] == 1
+                && p.bias.is_none_or(|b| bias_fits(p.w, b))
+        };
         let gate_up = match &self.gate_up {
             GateUp::Apart { gate, up } => product(gate) && product(up) && gate.w.ne == up.w.ne,
             GateUp::Merged(both) => product(both) && both.w.ne[1] % 2 == 0,
