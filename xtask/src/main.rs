@@ -1,4 +1,4 @@
-//! The project's tasks: `cargo xtask llama | model | demo | test`.
+//! The project's tasks: `cargo xtask llama | model | demo | test | compare | doctor`.
 //!
 //! Everything that a task needs is brought or built under `target/`; what is there already is left alone.
 
@@ -13,6 +13,7 @@ mod run;
 mod source;
 mod test;
 mod toolchain;
+mod tools;
 
 use std::process::ExitCode;
 
@@ -38,6 +39,10 @@ enum Task {
     Demo(demo::DemoArgs),
     /// Every check and test of the project
     Test(test::TestArgs),
+    /// Stock llama.cpp and HiNa side by side, over prompts, generation, depths and parallel sequences; plots and a page
+    Compare(tools::ToolArgs),
+    /// What this machine, and a model on it, gain; what costs speed; and the command line to run
+    Doctor(tools::ToolArgs),
 }
 
 #[derive(Args)]
@@ -77,6 +82,8 @@ fn perform(task: Task) -> Result<ExitCode> {
         }
         Task::Demo(args) => return Ok(code(demo::run(&ui, &args)?)),
         Task::Test(args) => return Ok(code(test::run(&ui, &args)?)),
+        Task::Compare(args) => tools::compare(&ui, &args)?,
+        Task::Doctor(args) => tools::doctor(&ui, &args)?,
     }
     Ok(ExitCode::SUCCESS)
 }
