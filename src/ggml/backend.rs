@@ -7,7 +7,7 @@ use std::ptr::{NonNull, null_mut};
 use super::graph::{Graph, Rules};
 use super::op::Run;
 use super::plugin::{Fixed, NAME, config, guard, isa};
-use super::{cpu, log, sys};
+use super::{cpu, log, probe, sys};
 
 /// Threads of a backend that nobody told a number: ggml's own default (`GGML_DEFAULT_N_THREADS`).
 const DEFAULT_THREADS: usize = sys::GGML_DEFAULT_N_THREADS as usize;
@@ -98,6 +98,7 @@ pub fn new(device: sys::ggml_backend_dev_t) -> sys::ggml_backend_t {
         graph: Graph::default(),
         scratch: Scratch { data: null_mut(), bytes: 0 },
     }));
+    probe::begin();
     Box::into_raw(Box::new(sys::ggml_backend {
         guid: (&raw const GUID.0).cast_mut(),
         iface: interface(),
@@ -112,6 +113,7 @@ fn interface() -> sys::ggml_backend_i {
     iface.get_name = Some(name);
     iface.free = Some(free);
     iface.graph_compute = Some(graph_compute);
+    iface.graph_optimize = Some(probe::end);
     iface
 }
 

@@ -7,7 +7,7 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
 
 use super::plugin::{Fixed, NAME, config, guard, registry};
-use super::{backend, cpu, sys};
+use super::{backend, cpu, probe, sys};
 use crate::config::Prefill;
 
 const DESCRIPTION: &CStr = c"HiNa-MoE: expert products and decode attention on CPU matrix engines";
@@ -105,6 +105,10 @@ unsafe extern "C" fn supports_buft(_dev: sys::ggml_backend_dev_t, buft: sys::ggm
 
 unsafe extern "C" fn supports_op(_dev: sys::ggml_backend_dev_t, op: *const sys::ggml_tensor) -> bool {
     guard(false, || {
+        // SAFETY: ggml passes a valid tensor whose sources are valid.
+        if unsafe { probe::leaves_to_cpu(&*op) } {
+            return false;
+        }
         // SAFETY: ggml passes a valid tensor whose sources are valid.
         let for_gpu = config().prefill == Prefill::Gpu && unsafe { weight_in_host_memory(&*op) } && gpu_wants(op);
         // SAFETY: ggml's own question, passed on to the CPU device.

@@ -18,5 +18,6 @@ mod fuse;
 mod graph;
 mod log;
 mod op;
+mod probe;
 mod stats;
 mod tensor;
