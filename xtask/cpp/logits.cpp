@@ -1,6 +1,7 @@
 // Writes the logits of a model for a fixed, made-up text to a file of raw F32, row by row.
 //
-//   hina-logits MODEL OUT [--batch N] [--decode N] [--threads N] [--rpc HOST:PORT] [--plugin-first FILE] [--eval-callback]
+//   hina-logits MODEL OUT [--batch N] [--decode N] [--threads N] [--rpc HOST:PORT] [--plugin-first FILE]
+//               [--flash-attn on|off] [--eval-callback]
 //
 // First one batch of N tokens, then N single tokens; every token gives one row. --eval-callback watches every node of
 // the graph, which makes the scheduler hand the nodes to the backend one by one. Uses only the public API of llama.cpp.
@@ -22,6 +23,7 @@ struct options {
     int threads = 2;
     std::string rpc;
     const char * plugin_first = nullptr;
+    llama_flash_attn_type flash_attn = LLAMA_FLASH_ATTN_TYPE_AUTO;
     bool eval_callback = false;
 };
 
@@ -40,6 +42,7 @@ static options parse(int argc, char ** argv) {
         else if (arg == "--threads") o.threads = atoi(value());
         else if (arg == "--rpc") o.rpc = value();
         else if (arg == "--plugin-first") o.plugin_first = value();
+        else if (arg == "--flash-attn") o.flash_attn = std::string(value()) == "on" ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
         else if (arg == "--eval-callback") o.eval_callback = true;
         else if (!o.model) o.model = argv[i];
         else if (!o.out) o.out = argv[i];
@@ -100,6 +103,7 @@ int main(int argc, char ** argv) {
     llama_context_params cp = llama_context_default_params();
     cp.n_ctx = cp.n_batch = cp.n_ubatch = o.batch + o.decode;
     cp.n_threads = cp.n_threads_batch = o.threads;
+    cp.flash_attn_type = o.flash_attn;
     if (o.eval_callback) {
         cp.cb_eval = watch;
         cp.cb_eval_user_data = &seen;
