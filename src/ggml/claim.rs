@@ -5,6 +5,7 @@ use super::graph::Rules;
 use super::op::Work;
 use super::sys;
 use super::tensor::{dense_rows, dtype, half_rows, ids, in_host_layout, ne, src, view, view_mut, weights};
+use crate::attention::{FlashAttn, Params};
 use crate::eligible;
 use crate::moe::{Bias, Ffn, FfnParts, MulMat, MulMatId, Output};
 
@@ -22,6 +23,7 @@ pub unsafe fn node(node: &sys::ggml_tensor, _rules: &Rules) -> Option<Work> {
         match node.op {
             sys::GGML_OP_MUL_MAT_ID => mul_mat_id(node),
             sys::GGML_OP_MUL_MAT => mul_mat(node),
+            sys::GGML_OP_FLASH_ATTN_EXT => flash_attn(node),
             _ => None,
         }
     }
@@ -104,5 +106,36 @@ unsafe fn mul_mat(node: &sys::ggml_tensor) -> Option<Work> {
         let fits =
             engine_weights(eligible::Product::Plain, w) && plain_f32(x) && plain_f32(node) && w.ne[2..] == [1, 1];
         fits.then(|| Some(Work::MulMat(MulMat::new(weights(w)?, 1, view(x)?, view_mut(node)))))?
+    }
+}
+
+/// `FLASH_ATTN_EXT`, where the attention kernels take its shapes and types.
+unsafe fn flash_attn(node: &sys::ggml_tensor) -> Option<Work> {
+    let param = |i: usize| f32::from_bits(node.op_params[i] as u32);
+    // SAFETY: by the contract of `node`.
+    unsafe {
+        let (q, k, v) = (src(node, 0)?, src(node, 1)?, src(node, 2)?);
+        let (mask, sinks) = (src(node, 3), src(node, 4));
+        let all = [Some(q), Some(k), Some(v), mask, sinks];
+        if !plain_f32(q) || !plain_f32(node) || !all.iter().flatten().all(|t| in_host_layout(t)) {
+            return None;
+        }
+        // A mask or sinks of a type that is unknown here must not look like none.
+        let optional = |t: Option<&sys::ggml_tensor>| match t {
+            None => Some(None),
+            Some(t) => view(t).map(Some),
+        };
+        let attention = FlashAttn::new(Params {
+            q: view(q)?,
+            k: view(k)?,
+            v: view(v)?,
+            mask: optional(mask)?,
+            sinks: optional(sinks)?,
+            scale: param(0),
+            max_bias: param(1),
+            logit_softcap: param(2),
+            dst: view_mut(node),
+        })?;
+        Some(Work::FlashAttn(attention))
     }
 }

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::stats::{Kind, Stats};
 use super::{log, sys};
+use crate::attention::FlashAttn;
 use crate::isa::Isa;
 use crate::moe::{Ffn, MulMat, MulMatId, OpError};
 use crate::team::{Team, Worker, WorkerError};
@@ -20,6 +21,8 @@ pub enum Work {
     MulMat(MulMat<'static>),
     /// A whole expert FFN.
     Ffn(Ffn<'static>),
+    /// Attention.
+    FlashAttn(FlashAttn<'static>),
 }
 
 impl Work {
@@ -29,6 +32,7 @@ impl Work {
             Self::MulMatId(op) => op.scratch_bytes(threads),
             Self::MulMat(op) => op.scratch_bytes(threads),
             Self::Ffn(op) => op.scratch_bytes(threads),
+            Self::FlashAttn(op) => op.scratch_bytes(threads),
         }
     }
 
@@ -43,6 +47,11 @@ impl Work {
             Self::MulMat(op) => unsafe { op.run(isa, worker, scratch) },
             // SAFETY: the caller's promise.
             Self::Ffn(op) => unsafe { op.run(isa, worker, scratch) },
+            Self::FlashAttn(op) => {
+                // SAFETY: the caller's promise.
+                unsafe { op.run(isa, worker, scratch) };
+                Ok(())
+            }
         }
     }
 
@@ -52,6 +61,7 @@ impl Work {
             Self::MulMatId(_) => Kind::MulMatId,
             Self::MulMat(_) => Kind::MulMat,
             Self::Ffn(_) => Kind::Ffn,
+            Self::FlashAttn(_) => Kind::FlashAttn,
         }
     }
 }
