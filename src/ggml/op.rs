@@ -13,7 +13,6 @@ use crate::team::{Team, Worker, WorkerError};
 
 /// An operation of ours, ready to run.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "a few dozen live at a time, in one list that is used again")]
 pub enum Work {
     /// One expert product.
     MulMatId(MulMatId<'static>),
