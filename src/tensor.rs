@@ -162,6 +162,11 @@ impl Rows<'_> {
         Self { data, k, ..*self }
     }
 
+    /// Whether each row begins where the one before it ends.
+    pub fn contiguous(&self) -> bool {
+        self.stride == self.dtype.row_bytes(self.k)
+    }
+
     /// The same rows, with the address that this thread reads next.
     pub fn then(self, next: *const u8) -> Self {
         Self { next, ..self }

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::Engine;
-use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
+use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK, panel_bytes};
 use crate::tensor::{DType, Q8_0_BYTES, QK8_0, Rows};
 
 /// An engine of plain loops: each sum in f64, then rounded to f32. It runs on any x86-64 CPU and is far too slow for use.
@@ -33,6 +33,32 @@ impl Engine for Reference {
                     *c = if add { (f64::from(*c) + sum) as f32 } else { sum as f32 };
                 }
             }
+        }
+    }
+}
+
+/// Packs one panel, plainly: the oracle of [`crate::pack`]'s panels. `xs` are up to 16 tokens of `k` values.
+///
+/// # Panics
+/// If there are too many tokens, or `panel` is shorter than [`crate::pack::panel_bytes`].
+pub fn pack_panel(dtype: DType, k: usize, xs: &[&[f32]], panel: &mut [u8]) {
+    assert!(xs.len() <= PANEL);
+    panel[..panel_bytes(dtype, k)].fill(0);
+    for (lane, x) in xs.iter().enumerate() {
+        if dtype != DType::Q8_0 {
+            for (i, &v) in x[..k].iter().enumerate() {
+                let at = i / 2 * 64 + lane * 4 + i % 2 * 2;
+                panel[at..at + 2].copy_from_slice(&bf16::from_f32(v).to_le_bytes());
+            }
+            continue;
+        }
+        for (block, x) in panel.chunks_mut(Q8_PANEL_BLOCK).zip(x[..k].as_chunks().0) {
+            let (scale, quants) = quantize_q8_0(x);
+            let (values, rest) = block.split_at_mut(QK8_0 * PANEL);
+            quants.iter().enumerate().for_each(|(i, &q)| values[i / 4 * 64 + lane * 4 + i % 4] = q as u8);
+            let sum: i32 = quants.iter().map(|&q| i32::from(q)).sum();
+            rest[lane * 4..][..4].copy_from_slice(&scale.to_le_bytes());
+            rest[64 + lane * 4..][..4].copy_from_slice(&(-128 * sum).to_le_bytes());
         }
     }
 }

@@ -70,6 +70,11 @@ impl<E: Engine> Multiplier<E> {
         Self { engine, session: engine.begin(), proof }
     }
 
+    /// The engine.
+    pub fn engine(&self) -> E {
+        self.engine
+    }
+
     /// Multiplies the rows with the tokens of a chunk.
     ///
     /// # Safety
@@ -110,6 +115,11 @@ pub struct CBlock {
 }
 
 impl CBlock {
+    /// The block of `n` weight rows and a chunk's tokens that lies at `c`.
+    pub fn new(chunk: Chunk, c: *mut f32, n: usize) -> Self {
+        Self { chunk, c, n }
+    }
+
     fn ld(&self) -> usize {
         self.n.next_multiple_of(PANEL)
     }

@@ -4,16 +4,18 @@
 //! panels of the next product; down, whose result is transposed, weighted and summed as it is stored.
 
 use super::blocks::{Blocks, block_rows, each};
-use super::cblock::{Chunk, Multiplier, ROOM};
+use super::cblock::{CBlock, Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
+use super::nodes::{OnNodes, Segments};
 use super::routing::{Active, Ids, Pair, Routing};
 use super::{Carver, OpError, on_engine};
 use crate::isa::{Avx512, Isa};
 use crate::kernels::Engine;
 use crate::kernels::avx512::store::Finish;
 use crate::kernels::glu::Glu;
+use crate::numa::tensors::TensorPlan;
 use crate::team::Worker;
-use crate::tensor::{View, ViewMut, Weights};
+use crate::tensor::{Rows, View, ViewMut, Weights};
 
 /// A bias of each expert (`ADD_ID`): f32 `[n][experts]`, rows contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -64,10 +66,15 @@ pub struct FfnParts<'a> {
 
 /// The fused expert FFN.
 #[derive(Clone, Copy, Debug)]
-pub struct Ffn<'a>(FfnParts<'a>);
+pub struct Ffn<'a> {
+    parts: FfnParts<'a>,
+    nodes: Option<OnNodes<'a>>,
+    /// Of gate, up and down.
+    plans: [Option<&'a TensorPlan>; 3],
+}
 
 /// Where the pieces of the scratch memory are, some of them a worker's own.
-struct Areas {
+struct Areas<'a> {
     bytes: usize,
     x: Packed,
     h: Packed,
@@ -75,13 +82,16 @@ struct Areas {
     weights: *mut f32,
     c: *mut f32,
     sums: *mut f32,
+    /// Gate and up, and down, where they follow the pages of their weights.
+    gate_up: Option<[Segments<'a>; 2]>,
+    down: Option<Segments<'a>>,
 }
 
 /// One worker's state while it runs.
 struct Run<'a, E: Engine> {
     parts: &'a FfnParts<'a>,
     proof: Avx512,
-    areas: Areas,
+    areas: Areas<'a>,
     routing: Routing<'a>,
     multiplier: Multiplier<E>,
 }
@@ -106,7 +116,14 @@ impl<'a> Ffn<'a> {
             Output::Slots(dst) => assert_eq!(dst.ne[..3], [down.n, slots[0], slots[1]], "shape of the result"),
             Output::Sum(dst) => assert_eq!(dst.ne[..2], [down.n, slots[1]], "shape of the result"),
         }
-        Self(parts)
+        Self { parts, nodes: None, plans: [None; 3] }
+    }
+
+    /// Follows the pages of its weights, where they lie on several nodes and the tokens are few; gate and up only together.
+    pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
+        let FfnParts { gate, up, down, ids, .. } = &self.parts;
+        let plans = [gate, up, down].map(|w| nodes.plan(w, ids.n_tokens()));
+        Self { nodes: Some(nodes), plans, ..self }
     }
 
     /// Bytes of scratch for a team of `nth`.
@@ -114,8 +131,8 @@ impl<'a> Ffn<'a> {
         self.areas(std::ptr::null_mut(), 0, nth).bytes
     }
 
-    fn areas(&self, scratch: *mut u8, ith: usize, nth: usize) -> Areas {
-        let FfnParts { ids, gate, down, .. } = &self.0;
+    fn areas(&self, scratch: *mut u8, ith: usize, nth: usize) -> Areas<'a> {
+        let FfnParts { ids, gate, down, .. } = &self.parts;
         let (pairs, experts) = (ids.pairs(), gate.experts);
         let mut carver = Carver::new(scratch);
         let x = Packed::carve(&mut carver, gate.dtype, gate.k, pairs, experts);
@@ -123,11 +140,17 @@ impl<'a> Ffn<'a> {
         let routing = carver.take_each(Routing::scratch_bytes(pairs, experts), ith, nth);
         let weights = carver.take_each(pairs * 4, ith, nth).cast();
         let c = carver.take_each(ROOM * 4, ith, nth).cast();
-        let sums = match self.0.output {
+        let sums = match self.parts.output {
             Output::Sum(_) => carver.take_each(ids.n_tokens() * sum_rows(ids.n_tokens()) * 4, ith, nth).cast(),
             Output::Slots(_) => std::ptr::null_mut(),
         };
-        Areas { bytes: carver.used, x, h, routing, weights, c, sums }
+        let shape = [pairs, experts];
+        // The partial sums of gate and up are done with when those of down begin.
+        let mut over = carver;
+        let [gate, up] = [0, 1].map(|i| Segments::carve(self.nodes, self.plans[i], &mut carver, shape));
+        let down = Segments::carve(self.nodes, self.plans[2], &mut over, shape);
+        let gate_up = gate.zip(up).map(|(gate, up)| [gate, up]);
+        Areas { bytes: carver.used.max(over.used), x, h, routing, weights, c, sums, gate_up, down }
     }
 
     /// This worker's part; every worker of the team calls it with the same `scratch`.
@@ -151,14 +174,14 @@ impl<'a> Ffn<'a> {
         w: &Worker<'_>,
         scratch: *mut u8,
     ) -> Result<(), OpError> {
-        let FfnParts { x, ids, gate, down, .. } = &self.0;
+        let FfnParts { x, ids, gate, down, .. } = &self.parts;
         let areas = self.areas(scratch, w.ith(), w.nth());
         // Gate and down may differ in type, but a token is packed in one way for both.
         let rows = |tokens| engine.dot_tokens(gate.dtype, tokens).min(engine.dot_tokens(down.dtype, tokens));
         let shape = [ids.n_used(), ids.n_tokens(), gate.experts];
         // SAFETY: a piece of the scratch for this worker alone.
         let routing = unsafe { Routing::build(&|slot, token| ids.get(slot, token), shape, rows, areas.routing) }?;
-        if let Some(router) = &self.0.router {
+        if let Some(router) = &self.parts.router {
             for (i, pair) in routing.pairs.iter().enumerate() {
                 // SAFETY: an element of the view; room for one of each pair.
                 unsafe {
@@ -167,17 +190,19 @@ impl<'a> Ffn<'a> {
                 }
             }
         }
+        let _pinned = areas.down.or(areas.gate_up.map(|s| s[0])).and_then(|s| s.take_seat(w));
         let source = |p: Pair| x.row(p.slot as usize % x.ne[1], p.token as usize, 0).cast();
         // SAFETY: carved for this many pairs; all workers of the team are here.
         unsafe { gather(proof, w, &routing, &source, &areas.x) };
         w.barrier();
         let multiplier = Multiplier::new(engine, proof);
-        let mut run = Run { parts: &self.0, proof, areas, routing, multiplier };
+        let mut run = Run { parts: &self.parts, proof, areas, routing, multiplier };
         // SAFETY: the tokens are packed; then, behind the barrier, the next product's tokens are.
         unsafe {
             run.gate_up(w);
             w.barrier();
-            match self.0.output {
+            run.down_products(w);
+            match self.parts.output {
                 Output::Slots(dst) => run.down(w, dst),
                 Output::Sum(dst) => run.down_sum(w, dst),
             }
@@ -198,6 +223,15 @@ impl<E: Engine> Run<'_, E> {
     unsafe fn gate_up(&mut self, w: &Worker<'_>) {
         let FfnParts { gate, up, gate_bias, up_bias, glu, down, .. } = *self.parts;
         let [gates, ups] = [gate, up].map(|m| Blocks::new(m, &self.routing, w.nth(), E::ROWS));
+        let segments = self.areas.gate_up;
+        if let Some([g, u]) = segments {
+            // SAFETY: packed and seated before the barrier.
+            unsafe {
+                self.products(&g, w, &gate, &self.areas.x);
+                self.products(&u, w, &up, &self.areas.x);
+            }
+            w.barrier();
+        }
         let (c, room) = (self.areas.c, ROOM / 2);
         each(w, gates.count(), |block, next| {
             let (active, gate, first) = gates.get(block);
@@ -209,13 +243,52 @@ impl<E: Engine> Run<'_, E> {
                 // SAFETY: packed before the barrier and only read since; this worker's two C blocks; columns of the next
                 // tokens that are this worker's.
                 unsafe {
-                    let g = self.multiplier.product(gate, &self.areas.x, active, chunk, c);
-                    let u = self.multiplier.product(up, &self.areas.x, active, chunk, c.add(room));
+                    let [sg, su] = segments.map_or([None; 2], |s| s.map(Some));
+                    let x = self.areas.x;
+                    let g = self.block(sg, gate, &x, (active, first), chunk, c);
+                    let u = self.block(su, up, &x, (active, first), chunk, c.add(room));
                     g.glu(self.proof, glu, &u, bias);
                     g.repack(self.proof, &self.areas.h, active, first, (down.dtype, down.k));
                 }
             }
         });
+    }
+
+    /// This worker's part of a tensor's products by segments.
+    // SAFETY: as `Segments::products`.
+    unsafe fn products(&self, segments: &Segments<'_>, w: &Worker<'_>, weights: &Weights<'_>, packed: &Packed) {
+        // SAFETY: the caller's promise.
+        unsafe { segments.products(self.multiplier.engine(), self.proof, w, weights, &self.routing, packed) };
+    }
+
+    /// The C block of some rows: a product, or the sum of the segments' products.
+    // SAFETY: as `Multiplier::product` and `Segments::block`.
+    unsafe fn block(
+        &mut self,
+        segments: Option<Segments<'_>>,
+        rows: Rows<'_>,
+        packed: &Packed,
+        (active, first): (&Active, usize),
+        chunk: Chunk,
+        c: *mut f32,
+    ) -> CBlock {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match segments {
+                Some(segments) => segments.block(active, (first, rows.n), chunk, c),
+                None => self.multiplier.product(rows, packed, active, chunk, c),
+            }
+        }
+    }
+
+    /// Before phase 3, where the weights of down lie on several nodes: this worker's part of their products.
+    // SAFETY: the tokens are packed in `areas.h`, all workers are here.
+    unsafe fn down_products(&mut self, w: &Worker<'_>) {
+        if let Some(segments) = self.areas.down {
+            // SAFETY: the caller's promise; seated before the first barrier.
+            unsafe { self.products(&segments, w, &self.parts.down, &self.areas.h) };
+            w.barrier();
+        }
     }
 
     /// Router weight of the expert's pair `t`.
@@ -242,7 +315,8 @@ impl<E: Engine> Run<'_, E> {
                 let to = |t: usize| dst.row(pairs[t].slot as usize, pairs[t].token as usize, 0).wrapping_add(first);
                 // SAFETY: packed before the barrier and only read since; this worker's C block and columns of dst.
                 unsafe {
-                    let c = self.multiplier.product(rows, &self.areas.h, active, chunk, self.areas.c);
+                    let (segments, h, c) = (self.areas.down, self.areas.h, self.areas.c);
+                    let c = self.block(segments, rows, &h, (active, first), chunk, c);
                     c.finish(self.proof, finish, |t| self.weight(active, at.start + t), to);
                 }
             }
@@ -259,9 +333,9 @@ impl<E: Engine> Run<'_, E> {
         let size = block_rows(&down, down.n, w.nth(), step).min(sum_rows(tokens));
         let n = |block: usize| size.min(down.n - block * size);
         each(w, down.n.div_ceil(size), |block, next| {
-            let (first, n) = (block * size, n(block));
+            let (first, n, sums) = (block * size, n(block), self.areas.sums);
             // SAFETY: this worker's sums.
-            unsafe { self.areas.sums.write_bytes(0, tokens * size) };
+            unsafe { sums.write_bytes(0, tokens * size) };
             for (i, a) in active.iter().enumerate() {
                 let rows = down.rows(a.expert, first, n);
                 let next = match active.get(i + 1) {
@@ -273,10 +347,11 @@ impl<E: Engine> Run<'_, E> {
                 for chunk in Chunk::all(a, n, ROOM) {
                     let at = chunk.range();
                     let pairs = &self.routing.of(a)[at.clone()];
-                    let to = |t: usize| self.areas.sums.wrapping_add(pairs[t].token as usize * size);
+                    let to = |t: usize| sums.wrapping_add(pairs[t].token as usize * size);
                     // SAFETY: packed before the barrier and only read since; this worker's C block and sums.
                     unsafe {
-                        let c = self.multiplier.product(rows, &self.areas.h, a, chunk, self.areas.c);
+                        let (segments, h, c) = (self.areas.down, self.areas.h, self.areas.c);
+                        let c = self.block(segments, rows, &h, (a, first), chunk, c);
                         c.finish(self.proof, finish, |t| self.weight(a, at.start + t), to);
                     }
                 }
@@ -284,7 +359,7 @@ impl<E: Engine> Run<'_, E> {
             for token in 0..tokens {
                 let to = dst.row(token, 0, 0).wrapping_add(first);
                 // SAFETY: n values of the token's sums; columns of dst that are this worker's.
-                unsafe { to.copy_from_nonoverlapping(self.areas.sums.add(token * size), n) };
+                unsafe { to.copy_from_nonoverlapping(sums.add(token * size), n) };
             }
         });
     }

@@ -3,11 +3,13 @@
 use super::blocks::{Blocks, each};
 use super::cblock::{Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
+use super::nodes::{OnNodes, Segments};
 use super::routing::{Ids, Pair, Routing};
 use super::{Carver, OpError, on_engine};
 use crate::isa::{Avx512, Isa};
 use crate::kernels::Engine;
 use crate::kernels::avx512::store::Finish;
+use crate::numa::tensors::TensorPlan;
 use crate::team::Worker;
 use crate::tensor::{View, ViewMut, Weights};
 
@@ -18,6 +20,7 @@ pub struct MulMatId<'a> {
     x: View<'a>,
     ids: Ids<'a>,
     dst: ViewMut<'a>,
+    nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
 }
 
 impl<'a> MulMatId<'a> {
@@ -31,12 +34,19 @@ impl<'a> MulMatId<'a> {
         assert_eq!(x.ne[0], w.k, "columns of x");
         assert_eq!(x.ne[2], ids.n_tokens(), "tokens of x");
         assert_eq!(dst.ne[..3], [w.n, ids.n_used(), ids.n_tokens()], "shape of dst");
-        Self { w, x, ids, dst }
+        Self { w, x, ids, dst, nodes: None }
+    }
+
+    /// Follows the pages of its weights, where they lie on several nodes and the tokens are few.
+    pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
+        let plan = nodes.plan(&self.w, self.ids.n_tokens());
+        Self { nodes: plan.map(|plan| (nodes, plan)), ..self }
     }
 
     /// Bytes of scratch for a team of `nth`.
     pub fn scratch_bytes(&self, nth: usize) -> usize {
-        Areas::new(std::ptr::null_mut(), &self.w, self.ids.pairs(), (0, nth)).bytes
+        let shape = [self.ids.n_used(), self.ids.n_tokens()];
+        Areas::new(std::ptr::null_mut(), &self.w, shape, self.nodes, (0, nth)).bytes
     }
 
     /// This worker's part; every worker of the team calls it with the same `scratch`.
@@ -50,6 +60,7 @@ impl<'a> MulMatId<'a> {
     pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let product = Product {
             w: self.w,
+            nodes: self.nodes,
             slots: self.ids.n_used(),
             tokens: self.ids.n_tokens(),
             expert: |slot, token| self.ids.get(slot, token),
@@ -69,6 +80,7 @@ pub struct MulMat<'a> {
     ratio: [usize; 2],
     x: View<'a>,
     dst: ViewMut<'a>,
+    nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
 }
 
 impl<'a> MulMat<'a> {
@@ -85,13 +97,19 @@ impl<'a> MulMat<'a> {
             w.experts == w_ne2 * w_ne3 && x.ne[2].is_multiple_of(w_ne2) && x.ne[3].is_multiple_of(w_ne3),
             "broadcast"
         );
-        Self { w, ratio: [x.ne[2] / w_ne2, x.ne[3] / w_ne3], x, dst }
+        Self { w, ratio: [x.ne[2] / w_ne2, x.ne[3] / w_ne3], x, dst, nodes: None }
+    }
+
+    /// Follows the pages of its weights, where they lie on several nodes and the tokens are few.
+    pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
+        let plan = nodes.plan(&self.w, self.x.ne[1]);
+        Self { nodes: plan.map(|plan| (nodes, plan)), ..self }
     }
 
     /// Bytes of scratch for a team of `nth`.
     pub fn scratch_bytes(&self, nth: usize) -> usize {
-        let pairs = self.x.ne[1] * self.x.ne[2] * self.x.ne[3];
-        Areas::new(std::ptr::null_mut(), &self.w, pairs, (0, nth)).bytes
+        let shape = [self.x.ne[2] * self.x.ne[3], self.x.ne[1]];
+        Areas::new(std::ptr::null_mut(), &self.w, shape, self.nodes, (0, nth)).bytes
     }
 
     /// This worker's part; every worker of the team calls it with the same `scratch`.
@@ -108,6 +126,7 @@ impl<'a> MulMat<'a> {
         // A slot is a pair of indices in dimensions 2 and 3, so that all tokens of a matrix meet.
         let product = Product {
             w: self.w,
+            nodes: self.nodes,
             slots: ne2 * ne3,
             tokens,
             expert: |slot, _| (slot % ne2 / self.ratio[0] + slot / ne2 / self.ratio[1] * w_ne2) as i32,
@@ -120,26 +139,37 @@ impl<'a> MulMat<'a> {
 }
 
 /// Where the pieces of the scratch memory are, some of them a worker's own.
-struct Areas {
+struct Areas<'a> {
     bytes: usize,
     routing: *mut u8,
     packed: Packed,
     c: *mut f32,
+    segments: Option<Segments<'a>>,
 }
 
-impl Areas {
-    fn new(scratch: *mut u8, w: &Weights<'_>, pairs: usize, (ith, nth): (usize, usize)) -> Self {
+impl<'a> Areas<'a> {
+    fn new(
+        scratch: *mut u8,
+        w: &Weights<'_>,
+        [slots, tokens]: [usize; 2],
+        nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
+        (ith, nth): (usize, usize),
+    ) -> Self {
+        let pairs = slots * tokens;
         let mut carver = Carver::new(scratch);
         let packed = Packed::carve(&mut carver, w.dtype, w.k, pairs, w.experts);
         let routing = carver.take_each(Routing::scratch_bytes(pairs, w.experts), ith, nth);
         let c = carver.take_each(ROOM * 4, ith, nth).cast();
-        Self { bytes: carver.used, routing, packed, c }
+        let (nodes, plan) = nodes.unzip();
+        let segments = Segments::carve(nodes, plan, &mut carver, [pairs, w.experts]);
+        Self { bytes: carver.used, routing, packed, c, segments }
     }
 }
 
 /// What both operations are: pairs of slot and token, each with its matrix, its activations and its place in the result.
 struct Product<'a, Expert, Source, To> {
     w: Weights<'a>,
+    nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
     slots: usize,
     tokens: usize,
     expert: Expert,
@@ -155,7 +185,9 @@ where
 {
     // SAFETY: as `MulMatId::run`.
     unsafe fn run<E: Engine>(&self, engine: E, proof: Avx512, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
-        let areas = Areas::new(scratch, &self.w, self.slots * self.tokens, (w.ith(), w.nth()));
+        let areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.nodes, (w.ith(), w.nth()));
+        let segments = areas.segments;
+        let _pinned = segments.and_then(|s| s.take_seat(w));
         let dot_tokens = |tokens| engine.dot_tokens(self.w.dtype, tokens);
         let shape = [self.slots, self.tokens, self.w.experts];
         // SAFETY: a piece of the scratch for this worker alone.
@@ -163,6 +195,11 @@ where
         // SAFETY: carved for this many pairs; all workers of the team are here.
         unsafe { gather(proof, w, &routing, &self.source, &areas.packed) };
         w.barrier();
+        if let Some(segments) = &segments {
+            // SAFETY: packed and seated before the barrier.
+            unsafe { segments.products(engine, proof, w, &self.w, &routing, &areas.packed) };
+            w.barrier();
+        }
         let blocks = Blocks::new(self.w, &routing, w.nth(), E::ROWS);
         let mut multiplier = Multiplier::new(engine, proof);
         let finish = Finish { bias: std::ptr::null(), add: false };
@@ -175,7 +212,10 @@ where
                 // SAFETY: packed before the barrier and only read since; this worker's C block; rows of dst of this
                 // expert's pairs, in columns that are this worker's.
                 unsafe {
-                    let c = multiplier.product(rows, &areas.packed, active, chunk, areas.c);
+                    let c = match &segments {
+                        Some(segments) => segments.block(active, (first, rows.n), chunk, areas.c),
+                        None => multiplier.product(rows, &areas.packed, active, chunk, areas.c),
+                    };
                     c.finish(proof, finish, |_| 1.0, to);
                 }
             }

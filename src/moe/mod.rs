@@ -5,12 +5,14 @@ mod cblock;
 mod ffn;
 mod gather;
 mod matmul;
+mod nodes;
 pub mod routing;
 
 use std::fmt;
 
 pub use ffn::{Bias, Ffn, FfnParts, Output};
 pub use matmul::{MulMat, MulMatId};
+pub use nodes::OnNodes;
 pub use routing::{Ids, Routing};
 
 /// Why an operation did not run. Nothing was written then.

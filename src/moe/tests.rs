@@ -2,10 +2,13 @@
 
 use proptest::prelude::*;
 
-use super::{Bias, Ffn, FfnParts, Ids, MulMat, MulMatId, OpError, Output};
+use super::{Bias, Ffn, FfnParts, Ids, MulMat, MulMatId, OnNodes, OpError, Output};
 use crate::isa::Isa;
 use crate::kernels::glu::Glu;
 use crate::kernels::reference::{magnitudes, matvec, nmse};
+use crate::numa::tally::Tally;
+use crate::numa::tensors::{Numa, Sim};
+use crate::numa::threads::{Mode, Seats};
 use crate::team::{self, Team, WorkerError};
 use crate::tensor::{DType, View, ViewMut, Weights};
 use crate::testing::{Aligned, Guarded, Random};
@@ -39,6 +42,24 @@ fn ids(data: &[i32], n_used: usize, n_tokens: usize) -> Ids<'_> {
     unsafe { Ids::from_raw(data.as_ptr().cast(), n_used, n_tokens, [4, 4 * n_used]) }
 }
 
+/// A made-up machine of three nodes.
+struct OnSim {
+    numa: Numa,
+    seats: Seats,
+    tally: Tally,
+}
+
+impl OnSim {
+    fn new(run: Option<usize>) -> Option<Self> {
+        let numa = Numa::new(Mode::Auto, Some(Sim { nodes: 3, run: run? })).unwrap();
+        Some(Self { numa, seats: Seats::new(4), tally: Tally::new() })
+    }
+
+    fn nodes(&self) -> OnNodes<'_> {
+        OnNodes { numa: &self.numa, seats: &self.seats, tally: &self.tally }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     k: usize,
@@ -60,16 +81,25 @@ fn mul_mat_id(dtype: DType, s: Shape, seed: u64) -> Result<(), TestCaseError> {
     let id: Vec<i32> = (0..s.n_used * s.tokens)
         .map(|_| if random.below(2) == 0 { 0 } else { random.below(s.experts) as i32 })
         .collect();
-    let mut first: Option<Vec<f32>> = None;
-    for threads in [1, 3] {
+    let (mut first, mut on_nodes): (Option<Vec<f32>>, Option<Vec<f32>>) = (None, None);
+    for (threads, run) in [(1, None), (3, None), (1, Some(4096)), (3, Some(4096))] {
+        let sim = OnSim::new(run);
+        // On nodes, partial sums are added in another order.
+        let first = if run.is_some() { &mut on_nodes } else { &mut first };
         let mut dst = vec![f32::NAN; s.n * s.n_used * s.tokens];
         let to = view_mut(&mut dst, [s.n, s.n_used, s.tokens]);
         let op = MulMatId::new(w, view(&x, [s.k, slots, s.tokens]), ids(&id, s.n_used, s.tokens), to);
+        let op = sim.as_ref().map_or(op, |sim| op.follow_pages(sim.nodes()));
         let scratch = Aligned::new(op.scratch_bytes(threads));
         team::run(threads, |w| {
             // SAFETY: as large as asked for.
             unsafe { op.run(isa, &w, scratch.ptr()) }.unwrap();
         });
+        if let Some(sim) = sim.filter(|sim| s.tokens <= 32 && sim.numa.tensor(&w).is_some()) {
+            let used: std::collections::BTreeSet<i32> = id.iter().copied().collect();
+            let (local, remote) = sim.tally.bytes();
+            prop_assert_eq!(local + remote, (used.len() * w.expert_bytes()) as u64, "bytes of weights");
+        }
         let first = first.get_or_insert_with(|| dst.clone());
         prop_assert_eq!(&*first, &dst, "other bits on {} threads", threads);
         for (pair, got) in dst.chunks(s.n).enumerate() {
@@ -173,8 +203,11 @@ fn ffn(case: FfnCase, seed: u64) -> Result<(), TestCaseError> {
     let x = random.vec(k * tokens);
     let id: Vec<i32> = (0..n_used * tokens).map(|_| random.below(experts).min(random.below(experts)) as i32).collect();
     let want = ffn_want(&case, [gate, up, down], &biases, &router, &x, &id);
-    let mut first: Option<Vec<f32>> = None;
-    for (threads, alias) in [(1, false), (3, false), (2, true)] {
+    let (mut first, mut on_nodes): (Option<Vec<f32>>, Option<Vec<f32>>) = (None, None);
+    let cases = [(1, false, None), (3, false, None), (2, true, None), (1, false, Some(4096)), (3, true, Some(4096))];
+    for (threads, alias, run) in cases {
+        let sim = OnSim::new(run);
+        let first = if run.is_some() { &mut on_nodes } else { &mut first };
         let len = n_out * tokens * if case.sum { 1 } else { n_used };
         let mut memory = x.clone();
         memory.resize(x.len().max(len) + len, f32::NAN);
@@ -196,6 +229,7 @@ fn ffn(case: FfnCase, seed: u64) -> Result<(), TestCaseError> {
             router: case.router.then(|| view(&router, [1, n_used, tokens])),
             output: if case.sum { Output::Sum(dst) } else { Output::Slots(dst) },
         });
+        let op = sim.as_ref().map_or(op, |sim| op.follow_pages(sim.nodes()));
         let scratch = Aligned::new(op.scratch_bytes(threads));
         team::run(threads, |w| {
             // SAFETY: as large as asked for.

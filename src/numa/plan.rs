@@ -1,7 +1,7 @@
 //! From placement to who computes what: blocks of rows with the same cut of their columns, a part of it for each node.
 //!
 //! The paper's segments (section 5, equations 3 to 5) in general form. Columns are cut in *granules*: 32 elements of BF16
-//! (64 bytes) or one Q8_0 block (34 bytes). A granule belongs to the node that holds its first byte. Rows whose granules
+//! (64 bytes) or two Q8_0 blocks (68 bytes), the kernels' steps along K. A granule belongs to the node that holds its first byte. Rows whose granules
 //! are cut the same way form a *block*; the ranges of columns that one node holds of it are a *part*. A node's result for
 //! a part is a partial sum; a row's value is the sum over its block's parts, ascending by node.
 //!
@@ -22,7 +22,13 @@ use crate::tensor::DType;
 /// Rows of a block at most: the rows of an AMX tile.
 pub const BLOCK_ROWS: usize = 16;
 /// Columns of a granule.
-pub const GRANULE: usize = 32;
+pub const fn granule(dtype: DType) -> usize {
+    match dtype {
+        DType::Q8_0 => 64,
+        _ => 32,
+    }
+}
+
 /// What one more product costs, in bytes that could have been read meanwhile: about 50 ns of one core's 10 GB/s.
 const PRODUCT_COST: usize = 512;
 
@@ -48,10 +54,6 @@ impl Matrix {
         self.base..self.base + last
     }
 
-    fn granule_bytes(&self) -> usize {
-        self.dtype.row_bytes(GRANULE)
-    }
-
     /// Addresses of columns `[k0, k1)` of a row.
     fn columns(&self, row: usize, k: &Range<u32>) -> Range<usize> {
         let at = self.base + row * self.row_stride;
@@ -60,10 +62,11 @@ impl Matrix {
 
     /// Which node each granule of a row belongs to, as (end column, node); unknown granules go with their neighbours.
     fn cut(&self, row: usize, pages: &dyn Pages) -> Cut {
-        let (at, granule) = (self.base + row * self.row_stride, self.granule_bytes());
+        let (at, columns) = (self.base + row * self.row_stride, granule(self.dtype));
+        let bytes = self.dtype.row_bytes(columns);
         let mut cut = Cut::new();
         pages.stretches(at..at + self.dtype.row_bytes(self.k), &mut |r, node| {
-            let end = ((r.end - at).div_ceil(granule) * GRANULE).min(self.k) as u32;
+            let end = ((r.end - at).div_ceil(bytes) * columns).min(self.k) as u32;
             match cut.last_mut() {
                 Some(last) if last.1 == node || node.is_none() => last.0 = end,
                 Some(last) if last.1.is_none() => *last = (end, node),
@@ -116,6 +119,11 @@ pub struct Share {
 }
 
 impl Share {
+    /// How many parts begin before this many bytes of the share.
+    pub fn begins_before(&self, bytes: u64) -> usize {
+        self.before[..self.parts.len()].partition_point(|&at| at < bytes)
+    }
+
     /// Bytes of weights.
     pub fn bytes(&self) -> u64 {
         self.before.last().copied().unwrap_or(0)
@@ -237,7 +245,7 @@ impl Plan {
         self.shares.binary_search_by_key(&node, |s| s.node).ok().map(|i| &self.shares[i])
     }
 
-    /// Ranges of columns of a part, ascending; each begins at a multiple of 32 and ends at one, or at the last column.
+    /// Ranges of columns of a part, ascending; each begins at a multiple of [`granule`] and ends at one, or at the last column.
     pub fn ranges(&self, part: &Part) -> &[Range<u32>] {
         &self.ranges[part.ranges.start as usize..part.ranges.end as usize]
     }

@@ -136,7 +136,7 @@ pub fn spread_node(topology: &Topology, ith: usize, nth: usize) -> Option<NodeId
 pub struct Seats(Box<[AtomicU16]>);
 
 impl Seats {
-    /// For a team of `nth`, all at place 0.
+    /// For teams of up to `nth`, all at place 0.
     pub fn new(nth: usize) -> Self {
         Self((0..nth).map(|_| AtomicU16::new(0)).collect())
     }
@@ -161,10 +161,10 @@ impl Seats {
         usize::from(self.0[ith].load(Ordering::Relaxed))
     }
 
-    /// Workers at each place.
-    fn counts(&self) -> [u64; MAX_NODES] {
+    /// Of the first `nth` workers, how many are at each place.
+    fn counts(&self, nth: usize) -> [u64; MAX_NODES] {
         let mut counts = [0; MAX_NODES];
-        (0..self.len()).for_each(|i| counts[self.place(i)] += 1);
+        (0..nth).for_each(|i| counts[self.place(i)] += 1);
         counts
     }
 }
@@ -209,9 +209,10 @@ impl Duty {
     /// Splits `bytes` (by place) over the workers by count: each node's workers do their node's work; what lies more than
     /// a sixteenth above their fair share goes to the nearest nodes with room, all of it where a node has no workers.
     ///
-    /// All workers get the same split from the same seats, so every byte falls to exactly one.
-    pub fn new(bytes: &[u64; MAX_NODES], seats: &Seats, near: &Nearness, ith: usize) -> Self {
-        let counts = seats.counts();
+    /// This is the part of worker `ith` of `nth`. All get the same split from the same seats, so every byte falls to exactly
+    /// one.
+    pub fn new(bytes: &[u64; MAX_NODES], seats: &Seats, near: &Nearness, (ith, nth): (usize, usize)) -> Self {
+        let counts = seats.counts(nth);
         let me = seats.place(ith);
         let rank = (0..ith).filter(|&i| seats.place(i) == me).count() as u64;
         Self::of_node(bytes, &counts, near, me).cut(rank, counts[me])
@@ -297,7 +298,7 @@ mod tests {
         let mut all = [0; MAX_NODES];
         all[..bytes.len()].copy_from_slice(bytes);
         let seats = seats(of);
-        (0..of.len()).map(|i| Duty::new(&all, &seats, near, i)).collect()
+        (0..of.len()).map(|i| Duty::new(&all, &seats, near, (i, of.len()))).collect()
     }
 
     fn span(place: usize, bytes: Range<u64>) -> Span {

@@ -1,4 +1,4 @@
-//! The project's tasks: `cargo xtask llama | model | demo | test | compare | doctor`.
+//! The project's tasks: `cargo xtask llama | model | demo | test | numa-vm | compare | doctor`.
 //!
 //! Everything that a task needs is brought or built under `target/`; what is there already is left alone.
 
@@ -7,6 +7,7 @@ mod demo;
 mod llama;
 mod logits;
 mod model;
+mod numa_vm;
 mod paths;
 mod plugin;
 mod run;
@@ -37,6 +38,8 @@ enum Task {
     Model(model::ModelArgs),
     /// The main job: one model through stock llama.cpp and through HiNa, in turn, and one table
     Demo(demo::DemoArgs),
+    /// The NUMA code in a virtual machine with two nodes (also a step of `test`)
+    NumaVm,
     /// Every check and test of the project
     Test(test::TestArgs),
     /// Stock llama.cpp and HiNa side by side, over prompts, generation, depths and parallel sequences; plots and a page
@@ -80,6 +83,7 @@ fn perform(task: Task) -> Result<ExitCode> {
             let path = model::ensure(&ui, &args)?;
             ui.say(&format!("the model is ready: {}", path.display()));
         }
+        Task::NumaVm => numa_vm::task(&ui)?,
         Task::Demo(args) => return Ok(code(demo::run(&ui, &args)?)),
         Task::Test(args) => return Ok(code(test::run(&ui, &args)?)),
         Task::Compare(args) => tools::compare(&ui, &args)?,

@@ -89,7 +89,7 @@ pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool)
                     c_rows: rows.n,
                     add: add || k0 > 0,
                     ahead,
-                    step: if p == 0 { 64 } else { 0 },
+                    step: if p == 0 && rows.contiguous() { 64 } else { 0 },
                 };
                 // SAFETY: panels p .. p + group, whose C rows are the caller's.
                 unsafe {
@@ -281,7 +281,7 @@ unsafe fn dot<const R: usize, const T: usize>(
     let k = rows.k;
     let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
     let mut acc = [[_mm512_setzero_ps(); T]; R];
-    let mut ahead = Ahead::of(&rows).from(w[0]);
+    let mut ahead = Ahead::side_by_side(&rows, i, R, 64);
     let step = |at: usize, w: [__m512i; R], acc: &mut [[__m512; T]; R]| {
         let halves: [[__m512; R]; 2] = [std::array::from_fn(|r| even(w[r])), std::array::from_fn(|r| odd(w[r]))];
         for (half, w) in halves.iter().enumerate() {
@@ -295,10 +295,7 @@ unsafe fn dot<const R: usize, const T: usize>(
         }
     };
     for at in (0..k / 32 * 32).step_by(32) {
-        for r in 0..R {
-            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(r * 64).cast());
-        }
-        ahead = ahead.wrapping_add(R * 64);
+        ahead.prefetch::<R>();
         // SAFETY: whole vectors below k.
         let w = std::array::from_fn(|r| unsafe { _mm512_loadu_si512(w[r].add(at * 2).cast()) });
         step(at, w, &mut acc);

@@ -115,7 +115,7 @@ impl Block<'_> {
                 }
             }
         }
-        let mut ahead = Ahead::of(&self.w).from(w[0]);
+        let (mut ahead, ahead_step) = if self.w.contiguous() { (Ahead::of(&self.w).from(w[0]), 64) } else { (w[0], 0) };
         let mut x = self.x;
         // SAFETY: panels hold k rounded up to 32; weights are read pair by pair, up to k.
         unsafe {
@@ -130,9 +130,9 @@ impl Block<'_> {
             };
             for j in 0..k / 8 {
                 for q in 0..R / 4 {
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(q * 64).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(q * ahead_step).cast());
                 }
-                ahead = ahead.wrapping_add(R / 4 * 64);
+                ahead = ahead.wrapping_add(R / 4 * ahead_step);
                 for u in 0..4 {
                     let pair = |r: usize| w[r].add(j * 16 + u * 4).cast::<i32>().read_unaligned();
                     step(x.add(u * 64), std::array::from_fn(|r| bh(_mm512_set1_epi32(pair(r)))), &mut acc);
@@ -211,7 +211,7 @@ unsafe fn dot<const R: usize, const T: usize>(
     let k = rows.k;
     let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
     let mut acc = [[_mm512_setzero_ps(); T]; R];
-    let mut ahead = Ahead::of(&rows).from(w[0]);
+    let mut ahead = Ahead::side_by_side(&rows, i, R, 64);
     // SAFETY: whole vectors below k, then the last elements under a mask; token rows are padded with zeros.
     unsafe {
         let step = |j: usize, w: [__m512bh; R], acc: &mut [[__m512; T]; R]| {
@@ -223,10 +223,7 @@ unsafe fn dot<const R: usize, const T: usize>(
             }
         };
         for j in 0..k / 32 {
-            for r in 0..R {
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(r * 64).cast());
-            }
-            ahead = ahead.wrapping_add(R * 64);
+            ahead.prefetch::<R>();
             step(j, std::array::from_fn(|r| bh(_mm512_loadu_si512(w[r].add(j * 64).cast()))), &mut acc);
         }
         if !k.is_multiple_of(32) {

@@ -60,7 +60,7 @@ pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool)
                     c_rows: rows.n,
                     add: add || b > 0,
                     ahead,
-                    step: if p == 0 { 64 } else { 0 },
+                    step: if p == 0 && rows.contiguous() { 64 } else { 0 },
                 };
                 // SAFETY: the group's panels, whose C rows are the caller's.
                 unsafe {
@@ -271,14 +271,11 @@ unsafe fn dot<const R: usize, const T: usize>(
 ) {
     let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
     let mut acc = [[_mm512_setzero_ps(); T]; R];
-    let mut ahead = Ahead::of(&rows).from(w[0]);
+    // 68 bytes a row; the lines in between come as these are crossed.
+    let mut ahead = Ahead::side_by_side(&rows, i, R, 2 * Q8_0_BYTES);
     let blocks = rows.k / QK8_0;
     for b in 0..blocks.div_ceil(2) {
-        for r in 0..R {
-            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(r * 64).cast());
-        }
-        // 68 bytes a row; the lines in between come as these are crossed.
-        ahead = ahead.wrapping_add(R * 2 * Q8_0_BYTES);
+        ahead.prefetch::<R>();
         let both = 2 * b + 1 < blocks;
         // SAFETY: blocks below the row's end; token rows have whole pairs of blocks.
         unsafe {

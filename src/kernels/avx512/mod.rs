@@ -14,6 +14,8 @@ pub mod pack;
 pub mod store;
 pub(crate) mod transpose;
 
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+
 use super::Engine;
 use crate::isa::{Avx512, Bf16Form};
 use crate::pack::{PANEL, Panels, TokenRows};
@@ -40,10 +42,41 @@ impl Ahead {
         if ahead < self.end { ahead } else { self.next.wrapping_add(ahead.addr() - self.end.addr()) }
     }
 
+    /// Where to prefetch while the rows `[i, i + r)` are in hand, which are read side by side, `step` bytes of each at a time.
+    ///
+    /// Contiguous rows are one stretch, and so is what lies ahead. Rows with gaps (some columns, or rows apart) are followed by
+    /// their like: what is in the gaps is not wanted, and may lie on another NUMA node.
+    fn side_by_side(rows: &Rows<'_>, i: usize, r: usize, step: usize) -> Sweep {
+        if rows.contiguous() {
+            return Sweep { at: Self::of(rows).from(rows.row(i)), apart: 64, step: r * step };
+        }
+        let at = if i + r < rows.n { rows.row(i + r) } else { rows.next };
+        Sweep { at, apart: rows.stride, step }
+    }
+
     /// What is read after the `bytes` bytes at `at`.
     fn block_after(self, at: *const u8, bytes: usize) -> *const u8 {
         let after = at.wrapping_add(bytes);
         if after < self.end { after } else { self.next }
+    }
+}
+
+/// Prefetches for rows that are read side by side: one a row and step.
+struct Sweep {
+    at: *const u8,
+    /// From a row's to the next row's.
+    apart: usize,
+    step: usize,
+}
+
+impl Sweep {
+    #[inline(always)]
+    fn prefetch<const R: usize>(&mut self) {
+        for r in 0..R {
+            // SAFETY: SSE is part of x86-64, and a prefetch only hints.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.at.wrapping_add(r * self.apart).cast()) };
+        }
+        self.at = self.at.wrapping_add(self.step);
     }
 }
 

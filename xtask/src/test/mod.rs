@@ -42,8 +42,11 @@ pub struct Step {
     run: fn(&Ui) -> Result<Outcome>,
 }
 
+const NUMA: Step =
+    Step { name: "numa-vm", about: "NUMA on a virtual machine with two nodes", needs: &[], run: crate::numa_vm::run };
+
 fn steps() -> Vec<Step> {
-    [checks::STEPS, seam::STEPS, linked::STEPS, versions::STEPS].concat()
+    [checks::STEPS, seam::STEPS, linked::STEPS, versions::STEPS, &[NUMA]].concat()
 }
 
 /// Runs the steps and prints a line for each and the sum. True when none failed.

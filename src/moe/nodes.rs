@@ -1,0 +1,134 @@
+//! The products of an operation where its weights lie on several NUMA nodes (see [`crate::numa`]).
+
+use super::Carver;
+use super::cblock::{CBlock, Chunk};
+use super::gather::Packed;
+use super::routing::{Active, Routing};
+use crate::isa::Avx512;
+use crate::kernels::Engine;
+use crate::numa::segments::{Tokens, Use, Uses, products, sum_lanes, sum_rows};
+use crate::numa::tally::Tally;
+use crate::numa::tensors::{MAX_TOKENS, Numa, TensorPlan};
+use crate::numa::threads::{Duty, Pinned, Seats};
+use crate::pack::{MAX_TOKEN_ROWS, PANEL};
+use crate::team::Worker;
+use crate::tensor::Weights;
+
+/// What an operation needs to follow its weights' pages.
+#[derive(Clone, Copy, Debug)]
+pub struct OnNodes<'a> {
+    /// The machine.
+    pub numa: &'a Numa,
+    /// Where the workers are; at least one seat for each worker of the team. Operations of one team share it, one after another.
+    pub seats: &'a Seats,
+    /// Counts the weights' bytes.
+    pub tally: &'a Tally,
+}
+
+impl<'a> OnNodes<'a> {
+    /// The plan of a tensor for an operation of so many tokens. None where the normal path is right: on one node, and where
+    /// computing the tokens takes the time and not reading the weights.
+    pub fn plan(&self, w: &Weights<'_>, tokens: usize) -> Option<&'a TensorPlan> {
+        if tokens <= MAX_TOKENS { self.numa.tensor(w) } else { None }
+    }
+}
+
+/// One tensor's products by segments, in place of a plain product of each block.
+#[derive(Clone, Copy, Debug)]
+pub struct Segments<'a> {
+    nodes: OnNodes<'a>,
+    plan: &'a TensorPlan,
+    /// All experts' sums of panels, then all experts' sums of token rows.
+    partial: *mut f32,
+    rows_at: usize,
+}
+
+impl<'a> Segments<'a> {
+    /// Takes room for the partial sums of any routing of `pairs` pairs over `experts` experts. None without a plan.
+    pub fn carve(
+        nodes: Option<OnNodes<'a>>,
+        plan: Option<&'a TensorPlan>,
+        carver: &mut Carver,
+        [pairs, experts]: [usize; 2],
+    ) -> Option<Self> {
+        let (nodes, plan) = nodes.zip(plan)?;
+        let active = pairs.min(experts);
+        let rows_at = plan.slots() * (pairs / PANEL + active) * PANEL;
+        let rows = plan.slots() * pairs.min(active * MAX_TOKEN_ROWS);
+        Some(Self { nodes, plan, partial: carver.take(rows_at + rows), rows_at })
+    }
+
+    /// Says where this worker is, after pinning it if the user wants that: until the returned value is dropped. Behind the
+    /// next barrier, [`Segments::products`] may run.
+    #[must_use]
+    pub fn take_seat(&self, w: &Worker<'_>) -> Option<Pinned> {
+        let OnNodes { numa, seats, .. } = self.nodes;
+        let pinned = numa.pin(w.ith(), w.nth());
+        seats.take(w.ith(), numa.place(w.ith(), w.nth()));
+        pinned
+    }
+
+    fn of(&self, a: &Active) -> Use<'a> {
+        let slots = self.plan.slots();
+        Use {
+            plan: self.plan.expert(a.expert),
+            expert: a.expert,
+            panels: a.panels(),
+            rows: a.rows,
+            lanes_at: slots * a.panels_before * PANEL,
+            rows_at: self.rows_at + slots * a.rows_before,
+        }
+    }
+
+    /// This worker's part of all products. Behind the next barrier, [`Segments::block`] may be called.
+    ///
+    /// # Safety
+    /// The plan is of `w`; `packed` holds the routing's tokens for it; the seats were taken before a barrier that all
+    /// workers have passed.
+    // SAFETY: contract above.
+    pub unsafe fn products<E: Engine>(
+        &self,
+        engine: E,
+        proof: Avx512,
+        worker: &Worker<'_>,
+        w: &Weights<'_>,
+        routing: &Routing<'_>,
+        packed: &Packed,
+    ) {
+        let OnNodes { numa, seats, tally } = self.nodes;
+        let uses = Uses { count: routing.active.len(), of: |i: usize| self.of(&routing.active[i]) };
+        let duty = Duty::new(&uses.bytes(numa.ids()), seats, numa.near(), (worker.ith(), worker.nth()));
+        let node = numa.ids()[seats.place(worker.ith())];
+        // SAFETY: the caller's promise.
+        let tokens = |i: usize| unsafe {
+            let a = &routing.active[i];
+            Tokens {
+                panels: (a.panels() > 0).then(|| packed.panels(a, 0, a.panels())),
+                rows: (a.rows > 0).then(|| (proof, packed.rows(a))),
+            }
+        };
+        // SAFETY: carved for any routing; the caller's promise for the rest.
+        let (all, local) = unsafe { products(engine, w, &uses, (numa.ids(), node, &duty), tokens, self.partial) };
+        tally.add(local, all - local);
+    }
+
+    /// The C block of rows `[first, first + n)` of an expert: the nodes' sums, added.
+    ///
+    /// # Safety
+    /// All workers' products are done; `c` is as for [`Multiplier::product`](super::cblock::Multiplier::product).
+    // SAFETY: contract above.
+    pub unsafe fn block(&self, active: &Active, (first, n): (usize, usize), chunk: Chunk, c: *mut f32) -> CBlock {
+        let u = self.of(active);
+        match chunk {
+            Chunk::Lanes { first: panel, panels, .. } => {
+                // SAFETY: the caller's promise.
+                unsafe { sum_lanes(&u, self.partial, panel..panel + panels, (first, n), c) };
+            }
+            Chunk::Rows { .. } => {
+                // SAFETY: the caller's promise.
+                unsafe { sum_rows(&u, self.partial, (first, n), c, n.next_multiple_of(PANEL)) };
+            }
+        }
+        CBlock::new(chunk, c, n)
+    }
+}
