@@ -5,7 +5,7 @@
 //! `acc[row] += f32(C[row]) * x_scale * w_scale[row]`. That is three vector operations a row, about 1.5 times as long as the
 //! product itself takes; two tiles and two buffers let both run at the same time.
 //!
-//! The scales of 16 rows are gathered and converted once for up to [`CHUNK`] blocks and serve all panels.
+//! The scales of 16 rows are gathered and converted once for up to `CHUNK` blocks and serve all panels.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
