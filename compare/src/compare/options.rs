@@ -40,7 +40,7 @@ pub struct Options {
     /// A third llama-bench to run in the same rounds (as ik_llama.cpp's); may be given again
     #[arg(long, value_name = "NAME=DIR")]
     pub also: Vec<String>,
-    /// Tests for models that carry none of their own [default: pp512,tg32,tg32@d4096,tg16x8]
+    /// Tests for models that carry none of their own (default: pp512,tg32,tg32@d4096,tg16x8)
     #[arg(long, value_name = "TESTS", value_delimiter = ',')]
     pub tests: Vec<Case>,
     /// Threads of every program [default: each program's own]
