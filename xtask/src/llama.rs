@@ -48,6 +48,11 @@ pub struct Llama {
 }
 
 impl Llama {
+    /// Whether a program or a library of it is there.
+    fn has(&self, target: &str) -> bool {
+        self.program(target).exists() || self.program(&format!("lib{target}.so")).exists()
+    }
+
     /// A program of it.
     pub fn program(&self, name: &str) -> PathBuf {
         self.bin.join(name)
@@ -148,7 +153,8 @@ impl Build {
             self.configure(ui, source, &cxx)?;
             fs::write(&configured, &recipe)?;
         }
-        if self.always || read(&built) != wanted {
+        let missing = self.targets.iter().any(|target| !llama.has(target));
+        if self.always || missing || read(&built) != wanted {
             self.make(ui)?;
             fs::write(&built, &wanted)?;
         }

@@ -40,20 +40,18 @@ fn agree(ui: &Ui) -> Result<Outcome> {
 
 fn refused(ui: &Ui) -> Result<Outcome> {
     let (old, new) = (plugin::ensure(ui)?, plugin::ensure_next_version(ui)?);
-    let lines = [foreign(ui, &old, &new)?, foreign(ui, &new, &old)?];
-    Ok(Outcome::Passed(lines.join("; ")))
+    foreign(ui, &old, &new)?;
+    foreign(ui, &new, &old)?;
+    Ok(Outcome::Passed("refused both ways".into()))
 }
 
 /// Runs a model with the plugin of another version: it must be named and refused, and the run go on without it.
-fn foreign(ui: &Ui, host: &Plugin, other: &Plugin) -> Result<String> {
+fn foreign(ui: &Ui, host: &Plugin, other: &Plugin) -> Result<()> {
     let mut command = host.with_foreign(LOGITS, other);
     command.env("GGML_HINA_STATS", "1").arg(tiny(ui, WeightType::Bf16)?).arg(logits::scratch("foreign.f32")?);
     let text = Job::new("a plugin for another version", "wrong-version", command).run(ui)?;
     ensure!(!text.contains("claimed"), "a plugin of another version computed");
-    let line = text.lines().find(|line| line.contains("version") && line.contains("libggml_hina"));
-    let Some(line) = line else {
-        return Err(anyhow::anyhow!("no line says that the plugin is for another version\n{text:.2000}"));
-    };
-    let said = line.rsplit(": ").next().unwrap_or(line);
-    Ok(said.trim().into())
+    let said = text.lines().any(|line| line.contains("version") && line.contains("libggml_hina"));
+    ensure!(said, "no line says that the plugin is for another version\n{text:.2000}");
+    Ok(())
 }
