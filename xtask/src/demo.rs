@@ -31,6 +31,10 @@ pub struct DemoArgs {
     rounds: u32,
 }
 
+/// How far the logits may be apart, as NMSE. Stock llama.cpp's own paths (a batch, or the same tokens one by one) differ by
+/// about 1e-5 in such models, from rounding to BF16 in between; a wrong product shows as 1e-2 and more.
+const AGREE: f64 = 1e-4;
+
 /// All rows of one side.
 #[derive(Default)]
 struct Side(Vec<Row>);
@@ -66,7 +70,7 @@ pub fn run(ui: &Ui, args: &DemoArgs) -> Result<bool> {
     for line in table(&stock, &hina, args, &stats, nmse) {
         println!("{line}");
     }
-    Ok(nmse <= logits::LIMIT)
+    Ok(nmse <= AGREE)
 }
 
 fn both_logits(ui: &Ui, plugin: &Plugin, model: &Path) -> Result<(Vec<f32>, Vec<f32>, Stats)> {
@@ -114,8 +118,8 @@ fn table(stock: &Side, hina: &Side, args: &DemoArgs, stats: &Stats, nmse: f64) -
     }
     let per_graph = |n: u64| n / stats.graphs.max(1);
     lines.push(format!("HiNa claimed {} of the {} nodes of a graph", per_graph(stats.claimed), per_graph(stats.nodes)));
-    let agree = if nmse <= logits::LIMIT { "agree" } else { "DO NOT AGREE" };
-    lines.push(format!("logits {agree}: NMSE {nmse:.1e} (at most {:.0e})", logits::LIMIT));
+    let agree = if nmse <= AGREE { "agree" } else { "DO NOT AGREE" };
+    lines.push(format!("logits {agree}: NMSE {nmse:.1e} (at most {:.0e})", AGREE));
     lines
 }
 
