@@ -7,12 +7,16 @@
 //! | `GGML_HINA_FUSE` | `1`, `0` | `0`: run every claimed node by itself |
 //! | `GGML_HINA_PREFILL` | `gpu`, `cpu` | with a GPU present, who runs large batches over weights in host memory |
 //! | `GGML_HINA_NUMA` | `auto`, `off`, `pin` | who computes on which node's pages |
+//! | `GGML_HINA_NUMA_SIM` | `nodes:run_bytes` | for tests: act as if pages lay on so many nodes in turn |
 //! | `GGML_HINA_STATS` | `0`, `1`, a path | counts at exit: `1` to ggml's log, a path (with a `/`) as JSON to that file |
 //! | `GGML_HINA_VERBOSE` | `0`, `1` | one line at start about the CPU |
 //!
 //! A value that is not in the table gets one warning that names the allowed ones, then the default.
 
 use std::path::PathBuf;
+
+use crate::numa::tensors::Sim;
+use crate::numa::threads::Mode;
 
 /// Which engine the user asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,18 +38,6 @@ pub enum Prefill {
     Gpu,
     /// This backend.
     Cpu,
-}
-
-/// Who computes on which NUMA node's pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum NumaChoice {
-    /// Partition where the pages lie on several nodes.
-    #[default]
-    Auto,
-    /// Never.
-    Off,
-    /// Partition, and pin the workers evenly over the nodes for the call.
-    Pin,
 }
 
 /// Where the counts go at exit.
@@ -72,7 +64,9 @@ pub struct Config {
     /// Who prefills beside a GPU.
     pub prefill: Prefill,
     /// NUMA partitioning.
-    pub numa: NumaChoice,
+    pub numa: Mode,
+    /// A made-up machine with several nodes, for tests.
+    pub numa_sim: Option<Sim>,
     /// Counts at exit.
     pub stats: StatsChoice,
     /// A line at start.
@@ -89,7 +83,7 @@ impl Config {
         let fuse = switch("GGML_HINA_FUSE", true);
         let verbose = switch("GGML_HINA_VERBOSE", false);
         let isa = [("auto", IsaChoice::Auto), ("amx", IsaChoice::Amx), ("avx512", IsaChoice::Avx512)];
-        let numa = [("auto", NumaChoice::Auto), ("off", NumaChoice::Off), ("pin", NumaChoice::Pin)];
+        let numa = [("auto", Mode::Auto), ("off", Mode::Off), ("pin", Mode::Pin)];
         let prefill = [("gpu", Prefill::Gpu), ("cpu", Prefill::Cpu)];
         Self {
             disable,
@@ -97,7 +91,8 @@ impl Config {
             verbose,
             isa: pick("GGML_HINA_ISA", &var, &isa, IsaChoice::Auto, &mut warn),
             prefill: pick("GGML_HINA_PREFILL", &var, &prefill, Prefill::Gpu, &mut warn),
-            numa: pick("GGML_HINA_NUMA", &var, &numa, NumaChoice::Auto, &mut warn),
+            numa: pick("GGML_HINA_NUMA", &var, &numa, Mode::Auto, &mut warn),
+            numa_sim: numa_sim(&var, &mut warn),
             stats: stats(&var, &mut warn),
         }
     }
@@ -118,6 +113,16 @@ fn pick<T: Copy>(
     let names: Vec<&str> = allowed.iter().map(|(text, _)| *text).collect();
     warn(format!("{name}={value} is not known; allowed: {}; the default is used", names.join(", ")));
     default
+}
+
+fn numa_sim(var: &impl Fn(&str) -> Option<String>, warn: &mut impl FnMut(String)) -> Option<Sim> {
+    const NAME: &str = "GGML_HINA_NUMA_SIM";
+    let value = var(NAME).filter(|v| !v.is_empty())?;
+    let sim = value.parse().ok();
+    if sim.is_none() {
+        warn(format!("{NAME}={value} is not known; allowed: nodes:run_bytes, as 2:4096; nothing is simulated"));
+    }
+    sim
 }
 
 fn stats(var: &impl Fn(&str) -> Option<String>, warn: &mut impl FnMut(String)) -> StatsChoice {
@@ -162,7 +167,8 @@ mod tests {
 
     #[test]
     fn each_unknown_value_gets_one_warning_that_names_the_allowed() {
-        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "STATS", "VERBOSE"].map(|n| format!("GGML_HINA_{n}"));
+        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "STATS", "VERBOSE"]
+            .map(|n| format!("GGML_HINA_{n}"));
         let vars: Vec<(&str, &str)> = names.iter().map(|n| (n.as_str(), "maybe")).collect();
         let (config, warnings) = read(&vars);
         assert_eq!(config, read(&[]).0);

@@ -6,8 +6,9 @@ use std::ptr::{NonNull, null_mut};
 
 use super::graph::{Graph, Rules};
 use super::op::Run;
-use super::plugin::{Fixed, NAME, config, guard, isa};
+use super::plugin::{Fixed, NAME, config, guard, isa, numa};
 use super::{cpu, log, probe, sys};
+use crate::numa::tensors::Numa;
 
 /// Threads of a backend that nobody told a number: ggml's own default (`GGML_DEFAULT_N_THREADS`).
 const DEFAULT_THREADS: usize = sys::GGML_DEFAULT_N_THREADS as usize;
@@ -138,7 +139,8 @@ unsafe extern "C" fn free(backend: sys::ggml_backend_t) {
     guard((), || {
         // SAFETY: ggml frees a backend once; both boxes were made in `new`.
         unsafe {
-            let context = Box::from_raw((*backend).context.cast::<Context>());
+            let mut context = Box::from_raw((*backend).context.cast::<Context>());
+            context.graph.forget();
             sys::ggml_backend_free(context.inner.as_ptr());
             if let (Some((pool, _)), Some(free)) = (context.pool, cpu::threadpool_free()) {
                 free(pool.as_ptr());
@@ -169,12 +171,17 @@ unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys
 
 impl Context {
     fn compute(&mut self, graph: &mut sys::ggml_cgraph) -> sys::ggml_status {
-        // SAFETY: owned by this context; no graph of this backend runs now, so nobody reads it.
-        let run = unsafe { self.run.as_mut() };
-        run.prepare(self.threads);
+        self.graph.forget();
+        // SAFETY: owned by this context; no graph of this backend runs now and the last one is forgotten, so nobody reads it.
+        unsafe { self.run.as_mut() }.prepare(self.threads);
+        // SAFETY: not changed again before the graph made from it is forgotten, here or in `free`.
+        let run: &'static Run = unsafe { self.run.as_ref() };
         let rules = Rules { threads: self.threads, fuse: config().fuse, claim: !self.use_ref };
         // SAFETY: ggml's promise for a graph it computes: all nodes and their sources are valid and allocated.
         let scratch = unsafe { self.graph.rewrite(graph, run, rules) };
+        if let Some(hint) = numa().and_then(Numa::take_hint) {
+            log::info(&hint);
+        }
         if !self.scratch.reserve(scratch) {
             log::error(&format!("out of memory: {scratch} bytes of scratch"));
             return sys::GGML_STATUS_ALLOC_FAILED;
@@ -184,8 +191,7 @@ impl Context {
         let compute = self.graph.as_ggml(graph);
         // SAFETY: the private graph is valid for the call: its nodes are the caller's or our copies of them.
         let status = unsafe { sys::ggml_backend_graph_compute(self.inner.as_ptr(), compute) };
-        // SAFETY: as above: the graph has ended.
-        if unsafe { self.run.as_ref() }.failed() { sys::GGML_STATUS_FAILED } else { status }
+        if run.failed() { sys::GGML_STATUS_FAILED } else { status }
     }
 
     /// Without OpenMP the CPU backend would start its threads anew for each graph.

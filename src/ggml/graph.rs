@@ -37,15 +37,20 @@ struct Claim {
 }
 
 impl Graph {
+    /// Drops what points to the last graph and its run.
+    pub fn forget(&mut self) {
+        self.claims.clear();
+        self.claimed.clear();
+        self.graph = None;
+    }
+
     /// Makes the private graph of `graph`; returns the bytes of scratch that its nodes need.
     ///
     /// # Safety
     /// All nodes of the graph and their sources are valid and allocated, and stay so until it is computed; `run` too.
     // SAFETY: contract above.
-    pub unsafe fn rewrite(&mut self, graph: &sys::ggml_cgraph, run: &Run, rules: Rules) -> usize {
-        self.claims.clear();
-        self.claimed.clear();
-        self.graph = None;
+    pub unsafe fn rewrite(&mut self, graph: &sys::ggml_cgraph, run: &'static Run, rules: Rules) -> usize {
+        self.forget();
         // SAFETY: ggml keeps `n_nodes` valid node pointers.
         let nodes = unsafe { std::slice::from_raw_parts(graph.nodes, graph.n_nodes as usize) };
         if rules.claim {
@@ -56,6 +61,9 @@ impl Graph {
             // SAFETY: valid nodes.
             let computing = nodes.iter().filter(|n| unsafe { claim::computes(&***n) }).count();
             run.stats.add_graph(computing, self.claims.iter().map(|c| c.nodes).sum());
+        }
+        for claim in &mut self.claims {
+            claim.work = claim.work.on_nodes(run);
         }
         let scratch = self.claims.iter().map(|c| c.work.scratch_bytes(rules.threads)).max().unwrap_or(0);
         if !self.claims.is_empty() {

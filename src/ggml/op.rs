@@ -5,14 +5,15 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::time::Instant;
 
 use super::stats::{Kind, Stats};
-use super::{log, sys};
+use super::{log, plugin, sys};
 use crate::attention::FlashAttn;
 use crate::isa::Isa;
-use crate::moe::{Ffn, MulMat, MulMatId, OpError};
+use crate::moe::{Ffn, MulMat, MulMatId, OnNodes, OpError};
+use crate::numa::threads::Seats;
 use crate::team::{Team, Worker, WorkerError};
 
 /// An operation of ours, ready to run.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub enum Work {
     /// One expert product.
     MulMatId(MulMatId<'static>),
@@ -54,6 +55,18 @@ impl Work {
         }
     }
 
+    /// The same work, following its weights' pages where they lie on several NUMA nodes.
+    pub fn on_nodes(self, run: &'static Run) -> Self {
+        let Some(numa) = plugin::numa() else { return self };
+        let nodes = OnNodes { numa, seats: &run.seats, tally: run.stats.tally(self.kind()) };
+        match self {
+            Self::MulMatId(op) => Self::MulMatId(op.follow_pages(nodes)),
+            Self::MulMat(op) => Self::MulMat(op.follow_pages(nodes)),
+            Self::Ffn(op) => Self::Ffn(op.follow_pages(nodes)),
+            Self::FlashAttn(_) => self,
+        }
+    }
+
     /// Under which heading it is counted.
     pub fn kind(&self) -> Kind {
         match self {
@@ -72,6 +85,8 @@ pub struct Run {
     pub isa: Isa,
     /// A team for each possible number of threads: OpenMP may start fewer than were asked for.
     teams: Vec<Team>,
+    /// Which NUMA node each worker is on.
+    seats: Seats,
     scratch: AtomicPtr<u8>,
     failed: AtomicBool,
     /// The user's own abort callback and its data.
@@ -86,6 +101,7 @@ impl Run {
         let mut run = Self {
             isa,
             teams: Vec::new(),
+            seats: Seats::new(threads),
             scratch: AtomicPtr::default(),
             failed: AtomicBool::new(false),
             abort: (None, std::ptr::null_mut()),
@@ -101,12 +117,15 @@ impl Run {
             self.teams.clear();
             *self.failed.get_mut() = false;
         }
+        if self.seats.len() < threads {
+            self.seats = Seats::new(threads);
+        }
         (self.teams.len()..threads).for_each(|n| self.teams.push(Team::new(n + 1)));
     }
 
     /// The scratch all nodes of the graph use, one after the other.
-    pub fn set_scratch(&mut self, scratch: *mut u8) {
-        *self.scratch.get_mut() = scratch;
+    pub fn set_scratch(&self, scratch: *mut u8) {
+        self.scratch.store(scratch, Ordering::Relaxed);
     }
 
     /// Sets the user's abort callback.

@@ -8,6 +8,7 @@ use super::sys;
 use super::{backend, cpu, device, log};
 use crate::config::{Config, IsaChoice};
 use crate::isa::{Amx, AmxRefused, Avx512, Isa};
+use crate::numa::tensors::Numa;
 use crate::team::panic_message;
 
 /// Name of the registry and of the device.
@@ -29,6 +30,12 @@ pub fn isa() -> Option<Isa> {
         }
         isa
     })
+}
+
+/// The machine's NUMA nodes, looked at once; none where the normal path is right.
+pub fn numa() -> Option<&'static Numa> {
+    static NUMA: OnceLock<Option<Numa>> = OnceLock::new();
+    NUMA.get_or_init(|| Numa::new(config().numa, config().numa_sim)).as_ref()
 }
 
 fn choose(choice: IsaChoice) -> Option<Isa> {

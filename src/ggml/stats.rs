@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::{log, plugin};
 use crate::config::StatsChoice;
+use crate::numa::tally::Tally;
 
 /// What a claimed node does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +48,8 @@ pub struct Stats {
 struct Count {
     calls: AtomicU64,
     nanos: AtomicU64,
+    /// Bytes of weights by where they lay, on a machine with several nodes.
+    weights: Tally,
 }
 
 impl Stats {
@@ -69,6 +72,11 @@ impl Stats {
         count.nanos.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
+    /// The tally of a kind's weights.
+    pub fn tally(&self, kind: Kind) -> &Tally {
+        &self.kinds[kind as usize].weights
+    }
+
     /// Says the counts where the user wants them.
     pub fn report(&self, choice: &StatsChoice) {
         if self.graphs.load(Ordering::Relaxed) == 0 {
@@ -86,21 +94,21 @@ impl Stats {
         }
     }
 
-    fn used(&self) -> impl Iterator<Item = (&'static str, u64, f64)> {
+    fn used(&self) -> impl Iterator<Item = Used> {
         let of = |k: Kind| {
             let c = &self.kinds[k as usize];
-            (k.name(), c.calls.load(Ordering::Relaxed), c.nanos.load(Ordering::Relaxed) as f64 * 1e-6)
+            let (local, remote) = c.weights.bytes();
+            let ms = c.nanos.load(Ordering::Relaxed) as f64 * 1e-6;
+            Used { name: k.name(), calls: c.calls.load(Ordering::Relaxed), ms, local, remote }
         };
-        Kind::ALL.into_iter().map(of).filter(|(_, calls, _)| *calls > 0)
+        Kind::ALL.into_iter().map(of).filter(|u| u.calls > 0)
     }
 
     fn lines(&self) -> Vec<String> {
         let get = |a: &AtomicU64| a.load(Ordering::Relaxed);
         let head =
             format!("claimed {} of {} nodes in {} graphs", get(&self.claimed), get(&self.nodes), get(&self.graphs));
-        std::iter::once(head)
-            .chain(self.used().map(|(name, calls, ms)| format!("{name}: {calls} calls, {ms:.1} ms")))
-            .collect()
+        std::iter::once(head).chain(self.used().map(|u| u.line())).collect()
     }
 
     fn json(&self) -> String {
@@ -111,11 +119,39 @@ impl Stats {
             get(&self.nodes),
             get(&self.claimed)
         );
-        for (i, (name, calls, ms)) in self.used().enumerate() {
+        for (i, u) in self.used().enumerate() {
             let comma = if i > 0 { "," } else { "" };
-            let _ = write!(out, "{comma}\"{name}\":{{\"calls\":{calls},\"ms\":{ms:.3}}}");
+            let _ = write!(out, "{comma}\"{}\":{{\"calls\":{},\"ms\":{:.3}", u.name, u.calls, u.ms);
+            if u.local + u.remote > 0 {
+                let _ = write!(out, ",\"local_bytes\":{},\"remote_bytes\":{}", u.local, u.remote);
+            }
+            out.push('}');
         }
         out + "}}"
+    }
+}
+
+/// One kind's counts.
+struct Used {
+    name: &'static str,
+    calls: u64,
+    ms: f64,
+    local: u64,
+    remote: u64,
+}
+
+impl Used {
+    fn line(&self) -> String {
+        let Self { name, calls, ms, local, remote } = *self;
+        let mut line = format!("{name}: {calls} calls, {ms:.1} ms");
+        if local + remote > 0 {
+            let gb = |bytes: u64| bytes as f64 * 1e-9;
+            let rate = gb(local + remote) / (ms * 1e-3);
+            let share = 100.0 * remote as f64 / (local + remote) as f64;
+            let _ = write!(line, ", weights {:.3} GB local, {:.3} GB remote", gb(local), gb(remote));
+            let _ = write!(line, " ({share:.2} %), {rate:.1} GB/s");
+        }
+        line
     }
 }
 
@@ -134,5 +170,9 @@ mod tests {
             stats.json(),
             r#"{"graphs":1,"nodes":100,"claimed":12,"kinds":{"mul_mat_id":{"calls":2,"ms":2.000}}}"#
         );
+        stats.tally(Kind::MulMatId).add(3_000_000, 1_000_000);
+        let want = "mul_mat_id: 2 calls, 2.0 ms, weights 0.003 GB local, 0.001 GB remote (25.00 %), 2.0 GB/s";
+        assert_eq!(stats.lines()[1], want);
+        assert!(stats.json().ends_with(r#""ms":2.000,"local_bytes":3000000,"remote_bytes":1000000}}}"#));
     }
 }

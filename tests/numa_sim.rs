@@ -1,0 +1,35 @@
+//! Products that follow their weights' pages, on a made-up machine with two nodes. A test program of its own, because the
+//! environment is read once.
+
+mod ggml;
+
+use ggml::*;
+use ggml_hina::ggml::sys::*;
+
+#[test]
+fn pages_on_two_nodes_give_the_same_numbers_and_are_counted() {
+    let stats = std::env::temp_dir().join(format!("hina-numa-{}.json", std::process::id()));
+    // SAFETY: this program has one test, so no other thread reads the environment now.
+    unsafe {
+        std::env::set_var("GGML_HINA_NUMA_SIM", "2:4096");
+        std::env::set_var("GGML_HINA_STATS", &stats);
+    }
+    if !ready() {
+        return;
+    }
+    for kind in [GGML_TYPE_BF16, GGML_TYPE_Q8_0] {
+        for tokens in [1, 5, 32, 33] {
+            let net = mul_mat_id(kind, tokens);
+            assert_eq!(Backend::cpu(2).compute(&net), GGML_STATUS_SUCCESS);
+            let want = values(net.named("y"));
+            let _ = std::fs::remove_file(&stats);
+            assert_eq!(Backend::hina(4).compute(&net), GGML_STATUS_SUCCESS);
+            let error = nmse(&values(net.named("y")), &want);
+            assert!(error < 1e-7, "type {kind}, {tokens} tokens: {error:e}");
+            let did = std::fs::read_to_string(&stats).unwrap();
+            // With many tokens it is computing that takes the time, and the normal path runs.
+            assert_eq!(did.contains("local_bytes"), tokens <= 32, "{did}");
+        }
+    }
+    let _ = std::fs::remove_file(&stats);
+}
