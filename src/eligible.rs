@@ -22,11 +22,18 @@ pub enum Left {
     Type,
 }
 
+impl Left {
+    /// The reason in words.
+    pub const fn text(self) -> &'static str {
+        match self {
+            Self::Type => "no kernel takes this weight type",
+        }
+    }
+}
+
 impl fmt::Display for Left {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Type => "no kernel takes this weight type",
-        })
+        f.write_str(self.text())
     }
 }
 

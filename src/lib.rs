@@ -12,6 +12,7 @@ compile_error!("ggml-hina is for x86-64 Linux");
 
 pub mod attention;
 pub mod config;
+pub mod cost;
 pub mod eligible;
 #[cfg(feature = "plugin")]
 pub mod ggml;

@@ -12,6 +12,7 @@ mod reference;
 mod tests;
 mod tile;
 
+use crate::cost::Cost;
 use crate::isa::{Avx512, Isa};
 use crate::kernels::avx512::attention::merge;
 use crate::team::Worker;
@@ -57,6 +58,15 @@ impl<'a> FlashAttn<'a> {
     pub fn new(params: Params<'a>) -> Option<Self> {
         let plan = Plan::new(&params)?;
         Some(Self { params, plan })
+    }
+
+    /// What it has to read and compute, as if no position were closed; V counts for nothing where it lies in K's own rows.
+    pub fn cost(&self) -> Cost {
+        let Params { q, k, v, .. } = &self.params;
+        let bytes = |x: &View<'_>| x.dtype.row_bytes(x.ne[0]) * x.ne[1] * x.ne[2] * x.ne[3];
+        let v_bytes = if k.data == v.data { 0 } else { bytes(v) };
+        let scores = k.ne[1] * q.ne[1] * q.ne[2] * q.ne[3];
+        Cost { bytes: (bytes(k) + v_bytes) as u64, operations: (2 * (k.ne[0] + v.ne[0]) * scores) as u64 }
     }
 
     /// Bytes of scratch for a team of `nth` threads.

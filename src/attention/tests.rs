@@ -420,3 +420,16 @@ fn what_is_not_handled_is_refused() {
         assert!(FlashAttn::new(bad).is_none());
     }
 }
+
+#[test]
+fn a_v_inside_the_rows_of_k_is_read_with_them() {
+    let case = Operands::new(&plain());
+    let dst = Aligned::new(4 * 64 * case.heads);
+    let apart = case.params(&dst);
+    let mut inside = apart;
+    (inside.v.data, inside.v.nb) = (apart.k.data, apart.k.nb);
+    let cost = |params| FlashAttn::new(params).unwrap().cost();
+    // Two heads of K, one of V.
+    assert_eq!(2 * cost(apart).bytes, 3 * cost(inside).bytes);
+    assert_eq!(cost(apart).operations, cost(inside).operations);
+}

@@ -7,7 +7,7 @@ use std::ptr::{NonNull, null_mut};
 use super::graph::{Graph, Rules};
 use super::op::Run;
 use super::plugin::{Fixed, NAME, config, guard, isa, numa};
-use super::{cpu, log, probe, sys};
+use super::{cpu, log, plugin, probe, sys};
 use crate::numa::tensors::Numa;
 
 /// Threads of a backend that nobody told a number: ggml's own default (`GGML_DEFAULT_N_THREADS`).
@@ -176,6 +176,7 @@ impl Context {
         unsafe { self.run.as_mut() }.prepare(self.threads);
         // SAFETY: not changed again before the graph made from it is forgotten, here or in `free`.
         let run: &'static Run = unsafe { self.run.as_ref() };
+        plugin::announce(run.isa, self.threads);
         let rules = Rules { threads: self.threads, fuse: config().fuse, claim: !self.use_ref };
         // SAFETY: ggml's promise for a graph it computes: all nodes and their sources are valid and allocated.
         let scratch = unsafe { self.graph.rewrite(graph, run, rules) };

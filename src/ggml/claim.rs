@@ -1,5 +1,7 @@
 //! Which nodes are ours: those where our kernels beat ggml's CPU backend on this CPU, and that they compute rightly.
 
+use std::ffi::CStr;
+
 use super::fuse::{Chain, GateUp, Product};
 use super::graph::Rules;
 use super::op::Work;
@@ -65,6 +67,33 @@ pub unsafe fn chain(chain: &Chain<'_>) -> Option<Work> {
             output: if chain.summed { Output::Sum(dst) } else { Output::Slots(dst) },
         })))
     }
+}
+
+/// ggml's name of an operation that was left to the CPU backend, and why where it might have been ours; none where nothing is
+/// computed.
+///
+/// # Safety
+/// As [`node`].
+// SAFETY: contract above.
+pub unsafe fn left(node: &sys::ggml_tensor) -> Option<(&'static str, Option<&'static str>)> {
+    const MOVES_NOTHING: [sys::ggml_op; 5] =
+        [sys::GGML_OP_NONE, sys::GGML_OP_RESHAPE, sys::GGML_OP_VIEW, sys::GGML_OP_PERMUTE, sys::GGML_OP_TRANSPOSE];
+    if !computes(node) || MOVES_NOTHING.contains(&node.op) {
+        return None;
+    }
+    // SAFETY: ggml's names are static strings; sources by the contract.
+    let (name, weights) = unsafe { (CStr::from_ptr(sys::ggml_op_desc(node)), src(node, 0)) };
+    let product = match node.op {
+        sys::GGML_OP_MUL_MAT_ID => Some(eligible::Product::Experts),
+        sys::GGML_OP_MUL_MAT => Some(eligible::Product::Plain),
+        _ => None,
+    };
+    let why = product.zip(weights).map(|(product, w)| match eligible::product(product, dtype(w)) {
+        Err(why) => why.text(),
+        Ok(()) => "its shape or its place in memory",
+    });
+    let attention = (node.op == sys::GGML_OP_FLASH_ATTN_EXT).then_some("its shape, types or number of tokens");
+    Some((name.to_str().unwrap_or("?"), why.or(attention)))
 }
 
 /// Whether ggml would compute the node: it is marked so and has elements.

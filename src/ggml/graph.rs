@@ -60,7 +60,11 @@ impl Graph {
         if run.stats.on() {
             // SAFETY: valid nodes.
             let computing = nodes.iter().filter(|n| unsafe { claim::computes(&***n) }).count();
-            run.stats.add_graph(computing, self.claims.iter().map(|c| c.nodes).sum());
+            let ours = |at: usize| self.absorbed.get(at).is_some_and(|a| *a) || self.claims.iter().any(|c| c.at == at);
+            let left = (0..nodes.len()).filter(|&at| !ours(at));
+            // SAFETY: valid nodes.
+            let left = left.filter_map(|at| unsafe { claim::left(&*nodes[at]) });
+            run.stats.add_graph(computing, self.claims.iter().map(|c| c.nodes).sum(), left);
         }
         for claim in &mut self.claims {
             claim.work = claim.work.on_nodes(run);

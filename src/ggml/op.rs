@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::stats::{Kind, Stats};
 use super::{log, plugin, sys};
 use crate::attention::FlashAttn;
+use crate::cost::Cost;
 use crate::isa::Isa;
 use crate::moe::{Ffn, MulMat, MulMatId, OnNodes, OpError};
 use crate::numa::threads::Seats;
@@ -64,6 +65,16 @@ impl Work {
             Self::MulMat(op) => Self::MulMat(op.follow_pages(nodes)),
             Self::Ffn(op) => Self::Ffn(op.follow_pages(nodes)),
             Self::FlashAttn(_) => self,
+        }
+    }
+
+    /// What it has to read and compute; for before it runs.
+    fn cost(&self) -> Cost {
+        match self {
+            Self::MulMatId(op) => op.cost(),
+            Self::MulMat(op) => op.cost(),
+            Self::Ffn(op) => op.cost(),
+            Self::FlashAttn(op) => op.cost(),
         }
     }
 
@@ -198,9 +209,10 @@ pub unsafe extern "C" fn call(_dst: *mut sys::ggml_tensor, ith: c_int, nth: c_in
     };
     // Nothing in here unwinds: `Team::run` catches, and the log's own formatting does not panic.
     let timed = ith == 0 && run.stats.on();
-    let start = timed.then(Instant::now);
+    // The cost first: the result may overwrite the ids that it depends on. No thread writes before this one has come.
+    let begun = timed.then(|| (claimed.work.cost(), Instant::now()));
     claimed.work_as(run, ith as usize, nth as usize);
-    if let Some(start) = start {
-        run.stats.add(claimed.work.kind(), start.elapsed());
+    if let Some((cost, start)) = begun {
+        run.stats.add(claimed.work.kind(), cost, start.elapsed());
     }
 }

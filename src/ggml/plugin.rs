@@ -2,13 +2,14 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
-use std::sync::OnceLock;
+use std::sync::{Once, OnceLock};
 
 use super::sys;
 use super::{backend, cpu, device, log};
 use crate::config::{Config, IsaChoice};
 use crate::isa::{Amx, AmxRefused, Avx512, Isa};
 use crate::numa::tensors::Numa;
+use crate::numa::topology::Topology;
 use crate::team::panic_message;
 
 /// Name of the registry and of the device.
@@ -23,13 +24,19 @@ pub fn config() -> &'static Config {
 /// The engine that runs, chosen once from the settings and the CPU; none means that this backend offers nothing.
 pub fn isa() -> Option<Isa> {
     static ISA: OnceLock<Option<Isa>> = OnceLock::new();
-    *ISA.get_or_init(|| {
-        let isa = choose(config().isa);
-        if let (true, Some(isa)) = (config().verbose, isa) {
-            log::info(&format!("{isa}"));
-        }
-        isa
-    })
+    *ISA.get_or_init(|| choose(config().isa))
+}
+
+/// The line of `GGML_HINA_VERBOSE`: once, before the first graph, when the number of threads is known.
+pub(super) fn announce(isa: Isa, threads: usize) {
+    static ONCE: Once = Once::new();
+    if config().verbose {
+        ONCE.call_once(|| {
+            let nodes = Topology::of_this_machine().nodes().len();
+            let (ns, ts) = (if nodes == 1 { "" } else { "s" }, if threads == 1 { "" } else { "s" });
+            log::info(&format!("{isa}, {nodes} node{ns}, {threads} thread{ts}"));
+        });
+    }
 }
 
 /// The machine's NUMA nodes, looked at once; none where the normal path is right.

@@ -8,7 +8,8 @@ use super::cblock::{CBlock, Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
 use super::nodes::{OnNodes, Segments};
 use super::routing::{Active, Ids, Pair, Routing};
-use super::{Carver, OpError, on_engine};
+use super::{Carver, OpError, cost, on_engine};
+use crate::cost::Cost;
 use crate::isa::{Avx512, Isa};
 use crate::kernels::Engine;
 use crate::kernels::avx512::store::Finish;
@@ -124,6 +125,11 @@ impl<'a> Ffn<'a> {
         let FfnParts { gate, up, down, ids, .. } = &self.parts;
         let plans = [gate, up, down].map(|w| nodes.plan(w, ids.n_tokens()));
         Self { nodes: Some(nodes), plans, ..self }
+    }
+
+    /// What it has to read and compute; for before it runs, as the result may overwrite the ids.
+    pub fn cost(&self) -> Cost {
+        cost::of_experts(&self.parts.ids, &[self.parts.gate, self.parts.up, self.parts.down])
     }
 
     /// Bytes of scratch for a team of `nth`.

@@ -5,7 +5,8 @@ use super::cblock::{Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
 use super::nodes::{OnNodes, Segments};
 use super::routing::{Ids, Pair, Routing};
-use super::{Carver, OpError, on_engine};
+use super::{Carver, OpError, cost, on_engine};
+use crate::cost::Cost;
 use crate::isa::{Avx512, Isa};
 use crate::kernels::Engine;
 use crate::kernels::avx512::store::Finish;
@@ -41,6 +42,11 @@ impl<'a> MulMatId<'a> {
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
         let plan = nodes.plan(&self.w, self.ids.n_tokens());
         Self { nodes: plan.map(|plan| (nodes, plan)), ..self }
+    }
+
+    /// What it has to read and compute; for before it runs, as the result may overwrite the ids.
+    pub fn cost(&self) -> Cost {
+        cost::of_experts(&self.ids, &[self.w])
     }
 
     /// Bytes of scratch for a team of `nth`.
@@ -104,6 +110,11 @@ impl<'a> MulMat<'a> {
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
         let plan = nodes.plan(&self.w, self.x.ne[1]);
         Self { nodes: plan.map(|plan| (nodes, plan)), ..self }
+    }
+
+    /// What it has to read and compute.
+    pub fn cost(&self) -> Cost {
+        cost::of_matrix(&self.w, self.x.ne[1] * self.x.ne[2] * self.x.ne[3])
     }
 
     /// Bytes of scratch for a team of `nth`.

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod cblock;
+mod cost;
 mod ffn;
 mod gather;
 mod matmul;
