@@ -23,16 +23,16 @@ pub fn write(path: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
     written.with_context(|| format!("{} cannot be written", path.display()))
 }
 
-/// Makes the folder and proves that it can be written to.
+/// Makes the folder and proves that it can be written to; `option` is what names another one.
 ///
 /// # Errors
 /// A sentence that names the folder and the way out.
-pub fn writable_dir(dir: &Path) -> Result<()> {
+pub fn writable_dir(dir: &Path, option: &str) -> Result<()> {
     let probe = dir.join(format!(".probe.{}", std::process::id()));
     fs::create_dir_all(dir)
         .and_then(|()| fs::write(&probe, b""))
         .and_then(|()| fs::remove_file(&probe))
-        .with_context(|| format!("nothing can be written to {}; name another folder with --out", dir.display()))
+        .with_context(|| format!("nothing can be written to {}; name another place with {option}", dir.display()))
 }
 
 #[cfg(test)]
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn whole_or_not_at_all() {
         let dir = std::env::temp_dir().join(format!("hina-compare-files-{}", std::process::id()));
-        writable_dir(&dir).unwrap();
+        writable_dir(&dir, "--out").unwrap();
         let file = dir.join("a.json");
         write(&file, "one").unwrap();
         write(&file, "two").unwrap();
@@ -53,7 +53,7 @@ mod tests {
         let e = write(&dir.join("b.json"), "x").unwrap_err();
         assert!(e.to_string().contains("b.json cannot be written"), "{e}");
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 2);
-        assert!(writable_dir(&file.join("below")).unwrap_err().to_string().contains("--out"));
+        assert!(writable_dir(&file.join("below"), "--out").unwrap_err().to_string().contains("--out"));
         fs::remove_dir_all(dir).unwrap();
     }
 }

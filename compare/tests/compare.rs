@@ -121,6 +121,11 @@ fn bad_input_is_one_sentence() {
     refused(&go(&llama, &format!("{PLUGIN} --tests tg2 -o model.gguf/o")), &["nothing can be written", "--out"]);
     refused(&go(&llama, &format!("{PLUGIN} --tests tg2 -o o --wrap nonumactl")), &["'nonumactl' (from --wrap)"]);
     assert!(!dir.path("o").exists(), "nothing is left behind");
+    refused(
+        &go(&llama, &format!("{PLUGIN} --tests tg2 -o s --page model.gguf/x.md")),
+        &["nothing can be written", "--page"],
+    );
+    assert!(dir.runs().is_empty(), "all of that before the first run");
 
     dir.program(
         "deaf/llama-bench",

@@ -52,7 +52,8 @@ pub fn run(options: &Options, command: &str) -> Result<ExitCode> {
             eprintln!("note: {hint}");
         }
     }
-    files::writable_dir(&dir)?;
+    files::writable_dir(&dir, "--out")?;
+    options.page.as_deref().map(page::plots_of).transpose()?;
     session.save(&dir)?;
     let end = drive::measure(&mut session, &dir, limits);
     report(&session, &dir, options.page.as_deref())?;

@@ -1,6 +1,6 @@
 //! docs/PERFORMANCE.md: command, machine, date, tables and plots of a session.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
@@ -19,12 +19,21 @@ const END: &str = "<!-- hina-compare: end -->";
 /// # Errors
 /// A sentence that names the file.
 pub fn write(session: &Session, file: &Path) -> Result<()> {
-    let stem = file.file_stem().context("--page needs the name of a file")?.to_string_lossy().to_lowercase();
-    let plots = file.with_file_name(&stem);
-    files::writable_dir(&plots)?;
+    let (plots, stem) = plots_of(file)?;
     let names = plot::write_all(&plots, &tables(session))?;
     let old = std::fs::read_to_string(file).unwrap_or_default();
     files::write(file, placed(&old, &text(session, &stem, &names)))
+}
+
+/// Makes the folder for the plots of a page; returns it and its name.
+///
+/// # Errors
+/// A sentence: no name of a file, or no permission.
+pub fn plots_of(file: &Path) -> Result<(PathBuf, String)> {
+    let stem = file.file_stem().context("--page needs the name of a file")?.to_string_lossy().to_lowercase();
+    let plots = file.with_file_name(&stem);
+    files::writable_dir(&plots, "--page")?;
+    Ok((plots, stem))
 }
 
 /// The old page with the text between the marks; a page without marks keeps all it has, and gets them at its end.
