@@ -1,6 +1,5 @@
 //! Where a comparison stands: a bar with the time left on a terminal, a line for each run elsewhere.
 
-use std::io::IsTerminal;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -16,13 +15,14 @@ pub struct Progress {
 impl Progress {
     /// `total` runs of which `done` are done.
     pub fn new(total: usize, done: usize) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg}").expect("a template that is known");
-            let bar = ProgressBar::new(total as u64).with_position(done as u64).with_style(style.progress_chars("=> "));
-            bar.enable_steady_tick(Duration::from_millis(500));
-            bar
-        });
-        Self { bar }
+        let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg}").expect("a template that is known");
+        let bar = ProgressBar::new(total as u64).with_position(done as u64).with_style(style.progress_chars("=> "));
+        // Hidden on what is no terminal, or one that cannot move its cursor.
+        if bar.is_hidden() {
+            return Self { bar: None };
+        }
+        bar.enable_steady_tick(Duration::from_millis(500));
+        Self { bar: Some(bar) }
     }
 
     /// A line that is no result.
@@ -67,7 +67,8 @@ impl Progress {
         let Some(run) = session.runs.last() else { return };
         let settings = &session.settings;
         let speed: Vec<String> = run.tokens_per_second.iter().map(|t| format!("{t:.2}")).collect();
-        let left = time_left(session, &session.open()).unwrap_or_default();
+        let open = session.open();
+        let left = time_left(session, &open).filter(|_| !open.is_empty()).map_or("done".into(), about);
         eprintln!(
             "{}/{} {} {} {}: {} t/s ({})",
             session.runs.len(),
@@ -76,7 +77,7 @@ impl Progress {
             run.case,
             settings.programs[run.program].name,
             if speed.is_empty() { "no".into() } else { speed.join(", ") },
-            about(left),
+            left,
         );
     }
 }
@@ -92,8 +93,7 @@ impl Drop for Progress {
 /// `about 3 min left`.
 fn about(left: Duration) -> String {
     match left.as_secs() {
-        0 => "done".into(),
-        s if s < 90 => format!("about {s} s left"),
+        s if s < 90 => format!("about {} s left", s.max(1)),
         s => format!("about {} min left", s.div_ceil(60)),
     }
 }
