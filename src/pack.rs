@@ -1,4 +1,4 @@
-//! Transform (a): tokens become panels (paper section 4; DESIGN section 4).
+//! Transform (a): tokens become panels (paper section 4).
 //!
 //! A *panel* holds [`PANEL`] tokens in VNNI order, the layout that AMX wants of its right operand and that AVX-512 reads as
 //! whole vectors:

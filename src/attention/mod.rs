@@ -1,4 +1,4 @@
-//! Decode attention as matrix-matrix products (paper section 6; DESIGN section 4): ggml's FLASH_ATTN_EXT, with every query
+//! Decode attention as matrix-matrix products (paper section 6): ggml's FLASH_ATTN_EXT, with every query
 //! row that shares a KV head handled together, so that K and V are read once for a group of heads.
 //!
 //! The work is cut into *tiles* of query rows of one KV head and *chunks* of cache positions. The cut depends on the shapes

@@ -168,7 +168,8 @@ pub extern "C" fn ggml_backend_init() -> sys::ggml_backend_reg_t {
     })
 }
 
-/// How well this CPU suits (`ggml_backend_score_t`): 0 on a CPU without AVX-512 BF16 and VNNI.
+/// How well this CPU suits (`ggml_backend_score_t`): 0 on a CPU without AVX-512 BF16 and VNNI, and where the user wants no HiNa,
+/// so that no program lists it.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_backend_score() -> c_int {
     ggml_hina_score()
@@ -177,10 +178,16 @@ pub extern "C" fn ggml_backend_score() -> c_int {
 /// [`ggml_backend_score`] under a name that no other backend linked into the same program has.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_hina_score() -> c_int {
-    guard(0, || match isa() {
-        Some(Isa::Amx(_)) => 200,
-        Some(Isa::Avx512(_)) => 100,
-        None => 0,
+    guard(0, || {
+        if config().disable {
+            log::info("off, by GGML_HINA_DISABLE=1");
+            return 0;
+        }
+        match isa() {
+            Some(Isa::Amx(_)) => 200,
+            Some(Isa::Avx512(_)) => 100,
+            None => 0,
+        }
     })
 }
 

@@ -1,4 +1,4 @@
-//! NUMA: each node's threads compute on the weight pages that node holds (paper section 5; DESIGN section 5).
+//! NUMA: each node's threads compute on the weight pages that node holds (paper section 5).
 //!
 //! Nothing is bound, moved or allocated on a node: it is found out where the pages are, and work follows them.
 //!

@@ -1,4 +1,4 @@
-//! AMX: weight rows, in place, are the left operand; panels of tokens are the right one (paper section 4.1; DESIGN 4).
+//! AMX: weight rows, in place, are the left operand; panels of tokens are the right one (paper section 4.1).
 //!
 //! A tile of weights is 16 rows x 64 bytes (BF16) or x 32 bytes (Q8_0), loaded by the row stride. A tile of C is 16 rows x
 //! 16 tokens of f32 or i32; stored with a stride of 64 bytes it is a part of the C block as it stands.
