@@ -91,13 +91,12 @@ impl<'a> FlashAttn<'a> {
         // SAFETY: the operands are the caller's; `local` is this worker's own.
         let mut tile = unsafe { Tile::new(isa, &self.params, plan, local.cast()) };
         w.barrier();
-        loop {
-            let item = w.next();
-            if item >= plan.items() {
-                break;
-            }
+        let mut items = Items::new(plan, w);
+        let mut item = items.next();
+        while let Some(this) = item {
+            item = items.next();
             // SAFETY: each item is done by one worker, and owns its partial results or its rows of `dst`.
-            unsafe { tile.chunk(item / plan.chunks, item % plan.chunks, scratch.cast()) };
+            unsafe { tile.chunk(this, item, scratch.cast()) };
         }
         w.barrier();
         if plan.chunks == 1 {
@@ -133,6 +132,39 @@ impl<'a> FlashAttn<'a> {
 
     fn sink(&self, head: usize) -> f32 {
         sink(&self.params, head)
+    }
+}
+
+/// A worker's work: tiles and chunks, as threads become free.
+///
+/// The tiles of a chunk come one after the other, because the rows of all KV heads of a position often lie together:
+/// what the hardware fetches too much for one head, the next one wants. Who does what does not change any result.
+struct Items<'a> {
+    plan: &'a Plan,
+    w: &'a Worker<'a>,
+    /// How many are taken at a time.
+    run: usize,
+    left: std::ops::Range<usize>,
+}
+
+impl<'a> Items<'a> {
+    fn new(plan: &'a Plan, w: &'a Worker<'a>) -> Self {
+        let run = if plan.items() / plan.groups >= 4 * w.nth() { plan.groups } else { 1 };
+        Self { plan, w, run, left: 0..0 }
+    }
+}
+
+impl Iterator for Items<'_> {
+    type Item = [usize; 2];
+
+    fn next(&mut self) -> Option<[usize; 2]> {
+        if self.left.is_empty() {
+            let first = self.w.next() * self.run;
+            self.left = first..(first + self.run).min(self.plan.items());
+        }
+        let item = self.left.next()?;
+        let tiles = self.plan.items() / self.plan.chunks;
+        Some([item % tiles, item / tiles])
     }
 }
 

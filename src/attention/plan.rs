@@ -40,6 +40,8 @@ pub struct Plan {
     pub chunks: usize,
     /// V is the beginning of K's rows: one block serves both.
     pub shared: bool,
+    /// V is used where it lies, not widened first: too few rows share it.
+    pub in_place: bool,
 }
 
 /// Where a query row comes from.
@@ -70,11 +72,13 @@ impl Plan {
         let tile_rows = tile_rows.min(unit_rows);
         let tiles = unit_rows.div_ceil(tile_rows);
         let groups = heads / group;
-        let block = if d.max(dv) <= 256 { 64 } else { 32 };
-        let all_tiles = tiles * groups * streams;
-        let chunk_len = n_kv.div_ceil(ENOUGH_ITEMS.div_ceil(all_tiles)).max(MIN_CHUNK).next_multiple_of(block);
         let shared =
             p.k.data == p.v.data && p.k.dtype == p.v.dtype && p.k.ne[2..] == p.v.ne[2..] && p.k.nb == p.v.nb && dv <= d;
+        let few = if p.v.dtype == DType::Q8_0 { LANES / 2 } else { LANES };
+        let in_place = !shared && tile_rows <= few && dv.is_multiple_of(LANES);
+        let block = if shared && d > 256 { 32 } else { 64 };
+        let all_tiles = tiles * groups * streams;
+        let chunk_len = n_kv.div_ceil(ENOUGH_ITEMS.div_ceil(all_tiles)).max(MIN_CHUNK).next_multiple_of(block);
         let chunks = n_kv.div_ceil(chunk_len);
         Some(Self {
             d,
@@ -90,6 +94,7 @@ impl Plan {
             chunk_len,
             chunks,
             shared,
+            in_place,
         })
     }
 
@@ -143,7 +148,8 @@ impl Plan {
         let v = if self.shared { 0 } else { block_len(self.block, self.dv) };
         let states = MAX_PANELS * size_of::<State>() / 4;
         let sums = self.tile_rows * self.dv_padded();
-        [block_len(self.block, self.d), v, lanes * self.d.next_multiple_of(LANES), lanes * self.block, sums, states]
+        let k = if self.shared { self.block } else { LANES };
+        [block_len(k, self.d), v, lanes * self.d.next_multiple_of(LANES), lanes * self.block, sums, states]
     }
 
     /// Bytes of a thread's scratch; two lines more keep neighbours apart.

@@ -6,8 +6,8 @@ use super::plan::{MAX_PANELS, MAX_TILE_ROWS, Plan};
 use super::{Params, sink, slope, weight};
 use crate::isa::Avx512;
 use crate::kernels::avx512::attention::{
-    LANES, Source, State, bias, cap, mask_bits, merge, pack, panel_lanes, panel_len, prefetch, scores, softmax, weigh,
-    widen,
+    Ahead, LANES, Source, State, TILE, Weights, bias, cap, mask_bits, merge, pack, panel_lanes, panel_len, scores,
+    softmax, weigh, weigh_in_place, widen,
 };
 use crate::tensor::View;
 
@@ -18,6 +18,8 @@ pub struct Tile<'a> {
     plan: &'a Plan,
     /// The tile and its rows that the panels hold.
     packed: Option<(usize, Range<usize>)>,
+    /// Where the work goes on after this chunk: a tile and a position.
+    then: Option<(usize, usize)>,
     rows: [Row; MAX_TILE_ROWS],
     panels: [Panel; MAX_PANELS],
     count: usize,
@@ -74,15 +76,32 @@ impl<'a> Tile<'a> {
         let v = if plan.shared { k } else { v };
         let rows = [Row { mask: std::ptr::null(), slope: 1.0 }; MAX_TILE_ROWS];
         let panels = [Panel::default(); MAX_PANELS];
-        Self { isa, params, plan, packed: None, rows, panels, count: 0, k, v, q, s, o, states: states.cast() }
+        Self {
+            isa,
+            params,
+            plan,
+            packed: None,
+            then: None,
+            rows,
+            panels,
+            count: 0,
+            k,
+            v,
+            q,
+            s,
+            o,
+            states: states.cast(),
+        }
     }
 
-    /// Computes tile `tile` over chunk `chunk`: into its slots of `partial`, or into `dst` if there is one chunk.
+    /// Computes tile `tile` over chunk `chunk`: into its slots of `partial`, or into `dst` if there is one chunk. Asks for the
+    /// beginning of what comes next, tile and chunk, in the end.
     ///
     /// # Safety
     /// The views are as they promise, `partial` as large as the plan says; nobody else computes this tile and chunk.
     // SAFETY: contract above.
-    pub unsafe fn chunk(&mut self, tile: usize, chunk: usize, partial: *mut f32) {
+    pub unsafe fn chunk(&mut self, [tile, chunk]: [usize; 2], then: Option<[usize; 2]>, partial: *mut f32) {
+        self.then = then.map(|[tile, chunk]| (tile, chunk * self.plan.chunk_len));
         let rows = 0..self.plan.rows(tile);
         // SAFETY: the caller's contract.
         let finite = unsafe { self.rows(tile, chunk, rows.clone(), partial) };
@@ -167,7 +186,15 @@ impl<'a> Tile<'a> {
             // SAFETY: as above; then the block's positions are in the views.
             unsafe {
                 next = self.open(block.start + block.n, end);
-                self.block(block, next, k, v);
+                let coming = match (next, self.then) {
+                    (Some(next), _) => Some([&k, &v].map(|s| s.part(next.start, next.n))),
+                    (None, Some((tile, start))) => Some([&self.params.k, &self.params.v].map(|view| {
+                        let n = plan.block.min(plan.n_kv - start);
+                        self.cache(view, tile).part(start, n)
+                    })),
+                    (None, None) => None,
+                };
+                self.block(block, coming, k, v);
             }
         }
     }
@@ -230,47 +257,62 @@ impl<'a> Tile<'a> {
         block
     }
 
-    /// One block: scores, weights, weighted sums. Asks for the next block's rows meanwhile.
+    /// One block: scores, weights, weighted sums. Asks for the rows of K and V that come next meanwhile.
     // SAFETY: `chunk`'s contract, with the rows packed.
-    unsafe fn block(&mut self, block: Block, next: Option<Block>, k: Source, v: Source) {
+    unsafe fn block(&mut self, block: Block, coming: Option<[Source; 2]>, k: Source, v: Source) {
         let plan = self.plan;
-        let at = |from: Source, b: Block, first: usize, rows: usize| Source {
-            data: from.data.wrapping_add((b.start + first) * from.stride),
-            rows,
-            closed: b.closed >> first,
-            ..from
-        };
-        let k_tiles = plan.d.div_ceil(LANES);
+        let here = |s: Source| Source { closed: block.closed, ..s.part(block.start, block.n) };
+        let busy = self.count - block.idle.count_ones() as usize;
+        let portions = busy * block.n.div_ceil(LANES);
+        let tiles = plan.d.div_ceil(LANES);
+        let mut ahead = coming.map_or(Ahead::NOTHING, |[next, _]| Ahead::new(next, portions * tiles));
         // SAFETY: the block's positions are in the views; all scratch is this thread's and sized by the plan.
         unsafe {
-            widen(self.isa, at(k, block, 0, block.n), self.k);
-            for first in (0..plan.block).step_by(LANES) {
-                if let Some(next) = next.filter(|next| first < next.n) {
-                    let rows = LANES.min(next.n - first);
-                    prefetch(at(k, next, first, rows));
-                    if !plan.shared {
-                        prefetch(at(v, next, first, rows));
-                    }
-                }
-                for panel in self.busy(block).filter(|_| first < block.n) {
-                    let s = self.s.add(panel.1.s + first * panel.1.lanes);
-                    let k = self.k.add(first * k_tiles * LANES);
-                    scores(self.isa, panel.1.lanes, self.q.add(panel.1.q), k, k_tiles, LANES, s);
+            for first in (0..block.n).step_by(LANES) {
+                // Where V has no use for it, the same 16 positions of scratch serve all of the block.
+                let to = if plan.shared { self.k.add(first / LANES * tiles * TILE) } else { self.k };
+                widen(self.isa, here(k).part(first, LANES.min(block.n - first)), to);
+                for (_, panel) in self.busy(block) {
+                    let s = self.s.add(panel.s + first * panel.lanes);
+                    scores(self.isa, panel.lanes, self.q.add(panel.q), to, tiles, LANES, s, &mut ahead);
                 }
             }
             for (i, panel) in self.busy(block) {
                 self.weights(block, i, panel);
             }
-            if !plan.shared {
-                widen(self.isa, at(v, block, 0, block.n), self.v);
+            self.values(block, here(v), coming.map(|[_, next]| next), portions);
+        }
+    }
+
+    /// Adds the block's V rows to the sums.
+    // SAFETY: `chunk`'s contract; the weights are there.
+    unsafe fn values(&mut self, block: Block, v: Source, next: Option<Source>, portions: usize) {
+        let plan = self.plan;
+        let tiles = plan.dv.div_ceil(LANES);
+        let stride = if plan.shared { plan.d.div_ceil(LANES) } else { tiles };
+        let in_place = plan.in_place && block.closed == 0;
+        let next = next.filter(|_| !plan.shared);
+        let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles.div_ceil(2)));
+        // SAFETY: the block's positions are in the view; all scratch is this thread's and sized by the plan.
+        unsafe {
+            if !plan.shared && !in_place {
+                widen(self.isa, v, self.v);
             }
-            let tiles = plan.dv.div_ceil(LANES);
-            let stride = if plan.shared { k_tiles } else { tiles };
             for (i, panel) in self.busy(block) {
-                let rescale = (*self.states.add(i)).rescale.as_ptr();
-                let o = self.o.add(panel.row * plan.dv_padded());
-                let shape = [panel.lanes, panel.rows];
-                weigh(self.isa, self.s.add(panel.s), shape, block.n, self.v, [stride, tiles], rescale, o);
+                let w = Weights {
+                    p: self.s.add(panel.s),
+                    lanes: panel.lanes,
+                    rows: panel.rows,
+                    n: block.n,
+                    rescale: (*self.states.add(i)).rescale.as_ptr(),
+                    o: self.o.add(panel.row * plan.dv_padded()),
+                    tiles,
+                };
+                if in_place {
+                    weigh_in_place(self.isa, w, v, &mut ahead);
+                } else {
+                    weigh(self.isa, w, self.v, stride, &mut ahead);
+                }
             }
         }
     }

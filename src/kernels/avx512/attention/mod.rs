@@ -9,6 +9,7 @@
 //! scores for all rows at once, so a group of 8 heads fills vectors as well as one of 16, and the sums across a vector are
 //! log2(16 / lanes) steps for 16 positions.
 
+mod ahead;
 mod exp;
 mod mask;
 mod queries;
@@ -17,12 +18,13 @@ mod softmax;
 mod weigh;
 mod widen;
 
+pub use ahead::Ahead;
 pub use mask::{MaskBits, bias, mask_bits};
 pub use queries::pack;
 pub use scores::scores;
 pub use softmax::{State, cap, softmax};
-pub use weigh::{merge, weigh};
-pub use widen::{Source, prefetch, widen};
+pub use weigh::{Weights, merge, weigh, weigh_in_place};
+pub use widen::{Source, widen};
 
 /// Lanes of a vector of f32, and positions and elements of a block's tile.
 pub const LANES: usize = 16;

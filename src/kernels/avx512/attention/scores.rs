@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{LANES, TILE, with_lanes};
+use super::{Ahead, LANES, TILE, with_lanes};
 use crate::isa::Avx512;
 
 /// `s[position * lanes + row] = q[row] . k[position]` for `positions` (rounded up to 16) positions of the block.
@@ -21,18 +21,27 @@ pub unsafe fn scores(
     tiles: usize,
     positions: usize,
     s: *mut f32,
+    ahead: &mut Ahead,
 ) {
     // SAFETY: the caller's contract.
-    unsafe { with_lanes!(lanes, run(panel, block, tiles, positions, s)) }
+    unsafe { with_lanes!(lanes, run(panel, block, tiles, positions, s, ahead)) }
 }
 
 #[target_feature(enable = "avx512f,avx512dq")]
 // SAFETY: `scores`' contract.
-unsafe fn run<const L: usize>(panel: *const f32, block: *const f32, tiles: usize, positions: usize, s: *mut f32) {
+unsafe fn run<const L: usize>(
+    panel: *const f32,
+    block: *const f32,
+    tiles: usize,
+    positions: usize,
+    s: *mut f32,
+    ahead: &mut Ahead,
+) {
     let width = LANES / L; // elements of a row in one vector
     for group in 0..positions.div_ceil(LANES) {
         let mut acc = [_mm512_setzero_ps(); LANES];
         for tile in 0..tiles {
+            ahead.step();
             for step in 0..L {
                 // SAFETY: inside the panel (`tiles * L` vectors) and the block.
                 unsafe {

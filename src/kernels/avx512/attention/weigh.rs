@@ -1,110 +1,221 @@
 //! The weighted sum of V rows, and the merge of partial sums.
 
 use std::arch::x86_64::*;
+use std::marker::PhantomData;
 
-use super::{LANES, TILE};
+use super::widen::{Bf16, F16, F32, Load, Q8, Source};
+use super::{Ahead, LANES, TILE};
 use crate::isa::Avx512;
+use crate::tensor::DType;
 
 /// Rows that share a pass over V.
 const ROWS: usize = 8;
 
-/// `o[row] = o[row] * rescale[row] + sum over positions of p[position * lanes + row] * v[position]`.
-///
-/// `o` has `tiles * 16` f32 for each of the `rows <= lanes` rows; `tiles` is the number of 16-element tiles of a V row.
+/// The weights of a panel's rows and where their sums go.
+#[derive(Clone, Copy, Debug)]
+pub struct Weights {
+    /// `p[position * lanes + row]`.
+    pub p: *const f32,
+    /// Lanes of the panel.
+    pub lanes: usize,
+    /// Rows, at most `lanes`.
+    pub rows: usize,
+    /// Positions.
+    pub n: usize,
+    /// What to multiply each row's earlier sums by.
+    pub rescale: *const f32,
+    /// The sums: `tiles * 16` f32 for each row.
+    pub o: *mut f32,
+    /// 16-element tiles of a V row.
+    pub tiles: usize,
+}
+
+/// `o[row] = o[row] * rescale[row] + sum over positions of p[position][row] * v[position]`, with V in a block whose rows have
+/// `stride >= w.tiles` tiles.
 ///
 /// # Safety
-/// `p` has `positions` (rounded up to 16) `* lanes` f32, `block` the same positions with `stride >= tiles` tiles each;
-/// `rescale` has `rows` f32; `block` and `o` are 64-byte aligned.
+/// `w.p` has `w.n` (rounded up to 16) positions, `block` too; `w.rescale` has `w.rows` f32; block and sums are 64-byte
+/// aligned.
 // SAFETY: contract above; the token proves the features.
-#[expect(clippy::too_many_arguments, reason = "a kernel's operands and extents")]
-pub unsafe fn weigh(
-    _: Avx512,
-    p: *const f32,
-    [lanes, rows]: [usize; 2],
-    positions: usize,
-    block: *const f32,
-    [stride, tiles]: [usize; 2],
-    rescale: *const f32,
-    o: *mut f32,
-) {
-    let groups = positions.div_ceil(LANES);
-    let mut row = 0;
-    while row < rows {
-        let n = (rows - row).min(ROWS);
-        // SAFETY: rows `[row, row + n)` of the caller's operands.
-        unsafe {
-            let a = Operands { p: p.add(row), lanes, groups, block, stride, tiles, rescale: rescale.add(row) };
-            let o = o.add(row * tiles * LANES);
-            match n {
-                1 => run::<1, 4>(a, o),
-                2 => run::<2, 4>(a, o),
-                3 => run::<3, 4>(a, o),
-                4 => run::<4, 4>(a, o),
-                5 => run::<5, 2>(a, o),
-                6 => run::<6, 2>(a, o),
-                7 => run::<7, 2>(a, o),
-                _ => run::<8, 2>(a, o),
-            }
+pub unsafe fn weigh(_: Avx512, w: Weights, block: *const f32, stride: usize, ahead: &mut Ahead) {
+    let w = Weights { n: w.n.next_multiple_of(LANES), ..w };
+    // SAFETY: the caller's contract.
+    unsafe { all(w, Widened { block, stride }, ahead) }
+}
+
+/// As [`weigh`], with V where the cache has it: for few rows, where a block would be written for one or two uses.
+///
+/// # Safety
+/// As [`weigh`], with all of the source's rows readable and open, `source.rows == w.n` and `source.d == w.tiles * 16`.
+// SAFETY: contract above; the token proves the features.
+pub unsafe fn weigh_in_place(_: Avx512, w: Weights, source: Source, ahead: &mut Ahead) {
+    debug_assert!(source.rows == w.n && source.d == w.tiles * LANES && source.closed == 0);
+    let Source { data, stride, .. } = source;
+    // SAFETY: the caller's contract.
+    unsafe {
+        match source.dtype {
+            DType::F32 => all(w, InPlace::<F32>(data, stride, PhantomData), ahead),
+            DType::F16 => all(w, InPlace::<F16>(data, stride, PhantomData), ahead),
+            DType::Bf16 => all(w, InPlace::<Bf16>(data, stride, PhantomData), ahead),
+            DType::Q8_0 => all(w, InPlace::<Q8>(data, stride, PhantomData), ahead),
         }
-        row += n;
     }
 }
 
+/// V, 16 positions at a time.
+trait Values: Copy {
+    /// The positions from `16 * group` on.
+    // SAFETY: for both: the values are readable, and the caller has the features.
+    unsafe fn group(self, group: usize) -> *const u8;
+    /// Tile `tile` of position `i` of a group.
+    // SAFETY: as above.
+    unsafe fn tile(self, group: *const u8, i: usize, tile: usize) -> __m512;
+}
+
+/// V in a block.
 #[derive(Clone, Copy)]
-struct Operands {
-    p: *const f32,
-    lanes: usize,
-    groups: usize,
+struct Widened {
     block: *const f32,
     stride: usize,
-    tiles: usize,
-    rescale: *const f32,
+}
+
+impl Values for Widened {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    // SAFETY: the trait's contract.
+    unsafe fn group(self, group: usize) -> *const u8 {
+        // SAFETY: the trait's contract.
+        unsafe { self.block.add(group * self.stride * TILE).cast() }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    // SAFETY: the trait's contract.
+    unsafe fn tile(self, group: *const u8, i: usize, tile: usize) -> __m512 {
+        // SAFETY: the trait's contract.
+        unsafe { _mm512_load_ps(group.cast::<f32>().add(tile * TILE + i * LANES)) }
+    }
+}
+
+/// V in the cache: the first row and the stride.
+struct InPlace<T>(*const u8, usize, PhantomData<T>);
+
+impl<T> Clone for InPlace<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for InPlace<T> {}
+
+impl<T: Load> Values for InPlace<T> {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    // SAFETY: the trait's contract.
+    unsafe fn group(self, group: usize) -> *const u8 {
+        // SAFETY: the trait's contract.
+        unsafe { self.0.add(group * LANES * self.1) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    // SAFETY: the trait's contract.
+    unsafe fn tile(self, group: *const u8, i: usize, tile: usize) -> __m512 {
+        // SAFETY: the trait's contract.
+        unsafe { T::full(group.add(i * self.1), tile) }
+    }
+}
+
+/// All rows, in groups of up to 8.
+// SAFETY: `weigh`'s contract.
+unsafe fn all<V: Values>(w: Weights, v: V, ahead: &mut Ahead) {
+    for row in (0..w.rows).step_by(ROWS) {
+        // SAFETY: rows `[row, row + 8)` of the caller's operands, as far as there are.
+        unsafe {
+            let w = Weights { p: w.p.add(row), rescale: w.rescale.add(row), o: w.o.add(row * w.tiles * LANES), ..w };
+            match w.rows - row {
+                1 => run::<1, 4, V>(w, v, ahead),
+                2 => run::<2, 4, V>(w, v, ahead),
+                3 => run::<3, 4, V>(w, v, ahead),
+                4 => run::<4, 4, V>(w, v, ahead),
+                5 => run::<5, 2, V>(w, v, ahead),
+                6 => run::<6, 2, V>(w, v, ahead),
+                7 => run::<7, 2, V>(w, v, ahead),
+                _ => run::<8, 2, V>(w, v, ahead),
+            }
+        }
+    }
 }
 
 /// `R` rows, `N` tiles of V at a time.
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 // SAFETY: `weigh`'s contract for `R` rows.
-unsafe fn run<const R: usize, const N: usize>(a: Operands, o: *mut f32) {
-    let whole = a.tiles / N * N;
+unsafe fn run<const R: usize, const N: usize, V: Values>(w: Weights, v: V, ahead: &mut Ahead) {
+    let whole = w.tiles / N * N;
     for tile in (0..whole).step_by(N) {
         // SAFETY: tiles `[tile, tile + N)` exist.
-        unsafe { columns::<R, N>(a, tile, o) };
+        unsafe { columns::<R, N, V>(w, v, tile, ahead) };
     }
-    for tile in whole..a.tiles {
+    for tile in whole..w.tiles {
         // SAFETY: the tile exists.
-        unsafe { columns::<R, 1>(a, tile, o) };
+        unsafe { columns::<R, 1, V>(w, v, tile, ahead) };
     }
 }
 
 #[inline]
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 // SAFETY: `weigh`'s contract for `R` rows and tiles `[tile, tile + N)`.
-unsafe fn columns<const R: usize, const N: usize>(a: Operands, tile: usize, o: *mut f32) {
+unsafe fn columns<const R: usize, const N: usize, V: Values>(w: Weights, v: V, tile: usize, ahead: &mut Ahead) {
     let mut acc = [[_mm512_setzero_ps(); N]; R];
     // SAFETY: all addresses are inside the operands, by the caller's contract.
     unsafe {
         for (r, acc) in acc.iter_mut().enumerate() {
-            let rescale = _mm512_set1_ps(*a.rescale.add(r));
+            let rescale = _mm512_set1_ps(*w.rescale.add(r));
             for (n, acc) in acc.iter_mut().enumerate() {
-                *acc = _mm512_mul_ps(_mm512_load_ps(o.add((r * a.tiles + tile + n) * LANES)), rescale);
+                *acc = _mm512_mul_ps(_mm512_load_ps(w.o.add((r * w.tiles + tile + n) * LANES)), rescale);
             }
         }
-        for group in 0..a.groups {
-            let v = a.block.add((group * a.stride + tile) * TILE);
-            let p = a.p.add(group * LANES * a.lanes);
-            for position in 0..LANES {
-                let v: [__m512; N] = std::array::from_fn(|n| _mm512_load_ps(v.add(n * TILE + position * LANES)));
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let p = _mm512_set1_ps(*p.add(position * a.lanes + r));
-                    for (acc, v) in acc.iter_mut().zip(v) {
-                        *acc = _mm512_fmadd_ps(p, v, *acc);
-                    }
-                }
+        let whole = w.n / LANES;
+        for group in 0..whole {
+            ahead.step();
+            let (base, p) = (v.group(group), w.p.add(group * LANES * w.lanes));
+            for i in 0..LANES {
+                add::<R, N, V>(&mut acc, p.add(i * w.lanes), v, base, i, tile);
+            }
+        }
+        if w.n % LANES > 0 {
+            let (base, p) = (v.group(whole), w.p.add(whole * LANES * w.lanes));
+            for i in 0..w.n % LANES {
+                add::<R, N, V>(&mut acc, p.add(i * w.lanes), v, base, i, tile);
             }
         }
         for (r, acc) in acc.iter().enumerate() {
             for (n, acc) in acc.iter().enumerate() {
-                _mm512_store_ps(o.add((r * a.tiles + tile + n) * LANES), *acc);
+                _mm512_store_ps(w.o.add((r * w.tiles + tile + n) * LANES), *acc);
+            }
+        }
+    }
+}
+
+/// Adds one position.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+// SAFETY: `R` weights at `p`, and `N` tiles of position `i` of the group.
+unsafe fn add<const R: usize, const N: usize, V: Values>(
+    acc: &mut [[__m512; N]; R],
+    p: *const f32,
+    v: V,
+    group: *const u8,
+    i: usize,
+    tile: usize,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let v: [__m512; N] = std::array::from_fn(|n| v.tile(group, i, tile + n));
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let p = _mm512_set1_ps(*p.add(r));
+            for (acc, v) in acc.iter_mut().zip(v) {
+                *acc = _mm512_fmadd_ps(p, v, *acc);
             }
         }
     }

@@ -23,6 +23,14 @@ pub struct Source {
     pub closed: u64,
 }
 
+impl Source {
+    /// Rows `[first, first + rows)` of these.
+    pub fn part(self, first: usize, rows: usize) -> Self {
+        let data = self.data.wrapping_add(first * self.stride);
+        Self { data, rows, closed: self.closed.checked_shr(first as u32).unwrap_or(0), ..self }
+    }
+}
+
 /// Widens the rows into `block` (layout: see the module above), zeros up to the next 16 positions and elements.
 ///
 /// Values are exact; a Q8_0 value is `scale * quant` rounded to f32. Nothing outside the rows' own bytes is read.
@@ -42,30 +50,18 @@ pub unsafe fn widen(_: Avx512, from: Source, block: *mut f32) {
     }
 }
 
-/// Asks for the rows that are not closed to be brought into the second-level cache.
-pub fn prefetch(from: Source) {
-    let bytes = from.dtype.row_bytes(from.d);
-    for row in (0..from.rows).filter(|r| from.closed >> r & 1 == 0) {
-        let start = from.data.wrapping_add(row * from.stride);
-        for at in (0..bytes).step_by(64) {
-            // SAFETY: a prefetch touches nothing; any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(start.wrapping_add(at).cast()) };
-        }
-    }
-}
-
 /// How a cache type is read: 16 elements from `16 * j` of a row, or the `tail` (1 to 15) elements there.
-trait Load {
+pub(super) trait Load {
     // SAFETY: for all of them: the elements are readable, and the caller has the features.
     unsafe fn full(row: *const u8, j: usize) -> __m512;
     // SAFETY: as above.
     unsafe fn part(row: *const u8, j: usize, mask: __mmask16) -> __m512;
 }
 
-struct F32;
-struct F16;
-struct Bf16;
-struct Q8;
+pub(super) struct F32;
+pub(super) struct F16;
+pub(super) struct Bf16;
+pub(super) struct Q8;
 
 impl Load for F32 {
     #[inline]
