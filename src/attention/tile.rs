@@ -274,7 +274,7 @@ impl<'a> Tile<'a> {
                 widen(self.isa, here(k).part(first, LANES.min(block.n - first)), to);
                 for (_, panel) in self.busy(block) {
                     let s = self.s.add(panel.s + first * panel.lanes);
-                    scores(self.isa, panel.lanes, self.q.add(panel.q), to, tiles, LANES, s, &mut ahead);
+                    scores(self.isa, panel.lanes, self.q.add(panel.q), to, tiles, s, &mut ahead);
                 }
             }
             for (i, panel) in self.busy(block) {

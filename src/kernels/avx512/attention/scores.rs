@@ -5,13 +5,12 @@ use std::arch::x86_64::*;
 use super::{Ahead, LANES, TILE, with_lanes};
 use crate::isa::Avx512;
 
-/// `s[position * lanes + row] = q[row] . k[position]` for `positions` (rounded up to 16) positions of the block.
+/// `s[position * lanes + row] = q[row] . k[position]` for 16 positions.
 ///
 /// `tiles` is the number of 16-element tiles of a row (`d / 16`, rounded up).
 ///
 /// # Safety
-/// `panel` is `lanes * tiles * 16` f32, `block` is `positions / 16` (rounded up) `* tiles` tiles, `s` has
-/// `positions` (rounded up to 16) `* lanes` f32; all 64-byte aligned.
+/// `panel` is `lanes * tiles * 16` f32, `block` is `tiles` tiles, `s` has `16 * lanes` f32; all 64-byte aligned.
 // SAFETY: contract above; the token proves the features.
 pub unsafe fn scores(
     _: Avx512,
@@ -19,45 +18,35 @@ pub unsafe fn scores(
     panel: *const f32,
     block: *const f32,
     tiles: usize,
-    positions: usize,
     s: *mut f32,
     ahead: &mut Ahead,
 ) {
     // SAFETY: the caller's contract.
-    unsafe { with_lanes!(lanes, run(panel, block, tiles, positions, s, ahead)) }
+    unsafe { with_lanes!(lanes, run(panel, block, tiles, s, ahead)) }
 }
 
 #[target_feature(enable = "avx512f,avx512dq")]
 // SAFETY: `scores`' contract.
-unsafe fn run<const L: usize>(
-    panel: *const f32,
-    block: *const f32,
-    tiles: usize,
-    positions: usize,
-    s: *mut f32,
-    ahead: &mut Ahead,
-) {
+unsafe fn run<const L: usize>(panel: *const f32, block: *const f32, tiles: usize, s: *mut f32, ahead: &mut Ahead) {
     let width = LANES / L; // elements of a row in one vector
-    for group in 0..positions.div_ceil(LANES) {
-        let mut acc = [_mm512_setzero_ps(); LANES];
-        for tile in 0..tiles {
-            ahead.step();
-            for step in 0..L {
-                // SAFETY: inside the panel (`tiles * L` vectors) and the block.
-                unsafe {
-                    let q = _mm512_load_ps(panel.add((tile * L + step) * LANES));
-                    let k = block.add((group * tiles + tile) * TILE + step * width);
-                    for (p, acc) in acc.iter_mut().enumerate() {
-                        *acc = _mm512_fmadd_ps(q, broadcast::<L>(k.add(p * LANES)), *acc);
-                    }
+    let mut acc = [_mm512_setzero_ps(); LANES];
+    for tile in 0..tiles {
+        ahead.step();
+        for step in 0..L {
+            // SAFETY: inside the panel (`tiles * L` vectors) and the block.
+            unsafe {
+                let q = _mm512_load_ps(panel.add((tile * L + step) * LANES));
+                let k = block.add(tile * TILE + step * width);
+                for (p, acc) in acc.iter_mut().enumerate() {
+                    *acc = _mm512_fmadd_ps(q, broadcast::<L>(k.add(p * LANES)), *acc);
                 }
             }
         }
-        let sums = fold::<L>(acc);
-        for (i, v) in sums.iter().take(L).enumerate() {
-            // SAFETY: `L` vectors for 16 positions, inside `s`.
-            unsafe { _mm512_store_ps(s.add((group * L + i) * LANES), *v) };
-        }
+    }
+    let sums = fold::<L>(acc);
+    for (i, v) in sums.iter().take(L).enumerate() {
+        // SAFETY: `L` vectors for 16 positions, inside `s`.
+        unsafe { _mm512_store_ps(s.add(i * LANES), *v) };
     }
 }
 

@@ -183,7 +183,7 @@ unsafe fn columns<const R: usize, const N: usize, V: Values>(w: Weights, v: V, t
                 add::<R, N, V>(&mut acc, p.add(i * w.lanes), v, base, i, tile);
             }
         }
-        if w.n % LANES > 0 {
+        if !w.n.is_multiple_of(LANES) {
             let (base, p) = (v.group(whole), w.p.add(whole * LANES * w.lanes));
             for i in 0..w.n % LANES {
                 add::<R, N, V>(&mut acc, p.add(i * w.lanes), v, base, i, tile);
