@@ -107,7 +107,7 @@ mod tests {
         let of = |s| about(Duration::from_secs(s));
         assert_eq!(
             [of(0), of(89), of(90), of(3600)],
-            ["done", "about 89 s left", "about 2 min left", "about 60 min left"]
+            ["about 1 s left", "about 89 s left", "about 2 min left", "about 60 min left"]
         );
     }
 }
