@@ -83,6 +83,12 @@ impl Panels<'_> {
         Self { data, k, ..*self }
     }
 
+    /// Panels `[p, p + n)`.
+    pub fn some(&self, p: usize, n: usize) -> Self {
+        debug_assert!(n > 0 && p + n <= self.count());
+        Self { data: self.panel(p), tokens: (n * PANEL).min(self.tokens - p * PANEL), ..*self }
+    }
+
     /// Number of panels.
     pub fn count(&self) -> usize {
         self.tokens.div_ceil(PANEL)

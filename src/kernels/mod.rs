@@ -20,6 +20,9 @@ pub trait Engine: Copy + Send + Sync {
     /// multiple of 32, so that a Q8_0 block of the next product's k lies in one of them.
     const ROWS: usize = 32;
 
+    /// The same where rows need not come in blocks of 32.
+    const GROUP: usize = Self::ROWS;
+
     /// Starts a run of products on this thread.
     fn begin(self) -> Self::Session;
 

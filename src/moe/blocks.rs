@@ -4,10 +4,10 @@ use super::routing::{Active, Routing};
 use crate::team::Worker;
 use crate::tensor::{Rows, Weights};
 
-/// Most rows of a block.
-pub const MAX_ROWS: usize = 128;
-/// Bytes of weights of a block, about: a stretch that streams well and stays in the L2 cache with many tokens.
-const BLOCK_BYTES: usize = 256 << 10;
+/// Most rows of a block: a multiple of the register blocks of all engines.
+pub const MAX_ROWS: usize = 96;
+/// Bytes of weights of a block, at most about: a stretch that streams well and stays in the L2 cache with many tokens.
+const BLOCK_BYTES: usize = 768 << 10;
 /// Blocks for each thread, at least, where there are enough rows, so that the threads end together.
 const BLOCKS_PER_THREAD: usize = 8;
 

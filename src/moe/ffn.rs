@@ -3,7 +3,7 @@
 //! Three phases with a barrier between (paper, section 4): route and gather; gate, up and GLU, whose result is stored as the
 //! panels of the next product; down, whose result is transposed, weighted and summed as it is stored.
 
-use super::blocks::{Blocks, block_rows, each};
+use super::blocks::{Blocks, MAX_ROWS, block_rows, each};
 use super::cblock::{CBlock, Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
 use super::nodes::{OnNodes, Segments};
@@ -218,9 +218,9 @@ impl<'a> Ffn<'a> {
 }
 
 /// Rows of a block of the down product with a sum: so that a thread's sums of all tokens stay in the L2
-/// cache (512 KiB up to 2048 tokens); a multiple of any engine's [`Engine::ROWS`].
+/// cache (512 KiB up to 2048 tokens); at least any engine's [`Engine::GROUP`].
 fn sum_rows(tokens: usize) -> usize {
-    ((128 << 10) / tokens.max(1)).clamp(64, 128) / 64 * 64
+    ((128 << 10) / tokens.max(1)).clamp(64, MAX_ROWS)
 }
 
 impl<E: Engine> Run<'_, E> {
@@ -335,8 +335,8 @@ impl<E: Engine> Run<'_, E> {
     unsafe fn down_sum(&mut self, w: &Worker<'_>, dst: ViewMut<'_>) {
         let FfnParts { down, down_bias, ids, .. } = *self.parts;
         let (active, tokens) = (self.routing.active, ids.n_tokens());
-        let step = if active.iter().any(|a| a.lanes() > 0) { E::ROWS } else { 8 };
-        let size = block_rows(&down, down.n, w.nth(), step).min(sum_rows(tokens));
+        let step = if active.iter().any(|a| a.lanes() > 0) { E::GROUP } else { 8 };
+        let size = block_rows(&down, down.n, w.nth(), step).min(sum_rows(tokens)) / step * step;
         let n = |block: usize| size.min(down.n - block * size);
         each(w, down.n.div_ceil(size), |block, next| {
             let (first, n, sums) = (block * size, n(block), self.areas.sums);

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Ahead, even_group};
+use super::{Ahead, DotPass, dots_by_passes, even_group};
 use crate::kernels::avx512::transpose::sums4;
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
@@ -15,8 +15,6 @@ use crate::tensor::Rows;
 const K_BLOCK: usize = 256;
 /// Panels of a register block.
 const BLOCK_PANELS: usize = 3;
-/// Token rows of a register block of the dot form.
-const BLOCK_TOKENS: usize = 6;
 
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -130,7 +128,7 @@ impl Block<'_> {
             };
             for j in 0..k / 8 {
                 for q in 0..R / 4 {
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(q * ahead_step).cast());
+                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(q * ahead_step).cast());
                 }
                 ahead = ahead.wrapping_add(R / 4 * ahead_step);
                 for u in 0..4 {
@@ -158,56 +156,14 @@ impl Block<'_> {
     }
 }
 
-/// The dot form (see [`super::dots`]).
-///
-/// # Safety
-/// As [`super::dots`], on a CPU with the features.
-// SAFETY: contract above.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
-    let mut i = 0;
-    while i < rows.n {
-        let n = if i + 4 <= rows.n { 4 } else { 1 };
-        let mut t = 0;
-        while t < xs.tokens {
-            let group = even_group(xs.tokens - t, BLOCK_TOKENS);
-            let x = (xs.row(t), xs.stride);
-            // SAFETY: row i and token t of the caller's y.
-            let y = unsafe { y.add(t * ld + i) };
-            // SAFETY: rows i .. i + n and tokens t .. t + group lie inside.
-            unsafe {
-                match (n, group) {
-                    (4, 1) => dot::<4, 1>(rows, i, x, y, ld),
-                    (4, 2) => dot::<4, 2>(rows, i, x, y, ld),
-                    (4, 3) => dot::<4, 3>(rows, i, x, y, ld),
-                    (4, 4) => dot::<4, 4>(rows, i, x, y, ld),
-                    (4, 5) => dot::<4, 5>(rows, i, x, y, ld),
-                    (4, _) => dot::<4, 6>(rows, i, x, y, ld),
-                    (_, 1) => dot::<1, 1>(rows, i, x, y, ld),
-                    (_, 2) => dot::<1, 2>(rows, i, x, y, ld),
-                    (_, 3) => dot::<1, 3>(rows, i, x, y, ld),
-                    (_, 4) => dot::<1, 4>(rows, i, x, y, ld),
-                    (_, 5) => dot::<1, 5>(rows, i, x, y, ld),
-                    _ => dot::<1, 6>(rows, i, x, y, ld),
-                }
-            }
-            t += group;
-        }
-        i += n;
-    }
-}
+dots_by_passes!("avx512f,avx512bw,avx512vl,avx512bf16", 6, [1 2 3 4 5 6]);
 
 /// Rows `[i, i + R)` (R is 4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 // SAFETY: as `dots`.
-unsafe fn dot<const R: usize, const T: usize>(
-    rows: Rows<'_>,
-    i: usize,
-    (x, x_stride): (*const u8, usize),
-    y: *mut f32,
-    ld: usize,
-) {
+unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
+    let DotPass { rows, i, x, x_stride, y, ld, lines } = pass;
     let k = rows.k;
     let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
     let mut acc = [[_mm512_setzero_ps(); T]; R];
@@ -223,7 +179,8 @@ unsafe fn dot<const R: usize, const T: usize>(
             }
         };
         for j in 0..k / 32 {
-            ahead.prefetch::<R>();
+            lines.clone().for_each(|line| ahead.line(line));
+            ahead.advance();
             step(j, std::array::from_fn(|r| bh(_mm512_loadu_si512(w[r].add(j * 64).cast()))), &mut acc);
         }
         if !k.is_multiple_of(32) {

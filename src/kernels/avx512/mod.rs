@@ -14,7 +14,7 @@ pub mod pack;
 pub mod store;
 pub(crate) mod transpose;
 
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 
 use super::Engine;
 use crate::isa::{Avx512, Bf16Form};
@@ -29,7 +29,7 @@ struct Ahead {
 }
 
 /// How far ahead of the rows in hand to prefetch: enough for the latency of memory at one core's share of its bandwidth.
-const AHEAD: usize = 8 << 10;
+const AHEAD: usize = 16 << 10;
 
 impl Ahead {
     fn of(rows: &Rows<'_>) -> Self {
@@ -48,46 +48,114 @@ impl Ahead {
     /// their like: what is in the gaps is not wanted, and may lie on another NUMA node.
     fn side_by_side(rows: &Rows<'_>, i: usize, r: usize, step: usize) -> Sweep {
         if rows.contiguous() {
-            return Sweep { at: Self::of(rows).from(rows.row(i)), apart: 64, step: r * step };
+            return Sweep {
+                at: Self::of(rows).from(rows.row(i)),
+                apart: 64,
+                step: r * step,
+                lines: (r * step).div_ceil(64),
+            };
         }
         let at = if i + r < rows.n { rows.row(i + r) } else { rows.next };
-        Sweep { at, apart: rows.stride, step }
+        Sweep { at, apart: rows.stride, step, lines: r }
     }
 
-    /// What is read after the `bytes` bytes at `at`.
+    /// What is read after the `bytes` bytes at `at`: where to prefetch while they are in hand more than once.
     fn block_after(self, at: *const u8, bytes: usize) -> *const u8 {
         let after = at.wrapping_add(bytes);
         if after < self.end { after } else { self.next }
     }
 }
 
-/// Prefetches for rows that are read side by side: one a row and step.
+/// Prefetches for rows that are read side by side: some lines a step.
 struct Sweep {
     at: *const u8,
-    /// From a row's to the next row's.
+    /// From a line to the next.
     apart: usize,
     step: usize,
+    lines: usize,
 }
 
 impl Sweep {
+    /// Prefetches line `i` of the step in hand, into the L2 cache, if the step has so many.
     #[inline(always)]
-    fn prefetch<const R: usize>(&mut self) {
-        for r in 0..R {
+    fn line(&self, i: usize) {
+        if i < self.lines {
             // SAFETY: SSE is part of x86-64, and a prefetch only hints.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.at.wrapping_add(r * self.apart).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.wrapping_add(i * self.apart).cast()) };
         }
+    }
+
+    /// Goes on to the next step.
+    #[inline(always)]
+    fn advance(&mut self) {
         self.at = self.at.wrapping_add(self.step);
     }
 }
 
+/// A pass of the dot form: some rows from `i` on times some tokens.
+struct DotPass<'a> {
+    rows: Rows<'a>,
+    i: usize,
+    x: *const u8,
+    x_stride: usize,
+    y: *mut f32,
+    ld: usize,
+    /// Of each step's cache lines that are to be prefetched, this pass's: all passes together see to all of them, so that
+    /// memory works as steadily as the arithmetic.
+    lines: std::ops::Range<usize>,
+}
+
+/// Makes `dots` of a kernel `dot::<rows, tokens>` for 4 rows or 1 and each of some numbers of tokens, up to `$most`.
+macro_rules! dots_by_passes {
+    ($features:literal, $most:literal, [$($tokens:literal)*]) => {
+        /// The dot form (see [`dots`](crate::kernels::avx512::dots)).
+        ///
+        /// # Safety
+        /// As there, on a CPU with the features.
+        // SAFETY: contract above.
+        #[target_feature(enable = $features)]
+        pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
+            let passes = xs.tokens.div_ceil($most);
+            let mut i = 0;
+            while i < rows.n {
+                let n = if i + 4 <= rows.n { 4 } else { 1 };
+                let mut t = 0;
+                for pass in 0..passes {
+                    let group = $crate::kernels::avx512::even_group(xs.tokens - t, $most);
+                    // One line more than rows: 4 rows of Q8_0 advance by 272 bytes.
+                    let lines = (n + 1) * pass / passes..(n + 1) * (pass + 1) / passes;
+                    // SAFETY: row i and token t of the caller's y.
+                    let y = unsafe { y.add(t * ld + i) };
+                    let part = $crate::kernels::avx512::DotPass { rows, i, x: xs.row(t), x_stride: xs.stride, y, ld, lines };
+                    // SAFETY: rows i .. i + n and tokens t .. t + group lie inside.
+                    unsafe {
+                        match (n, group) {
+                            $((4, $tokens) => dot::<4, $tokens>(part), (_, $tokens) => dot::<1, $tokens>(part),)*
+                            _ => unreachable!("groups have at most {} tokens", $most),
+                        }
+                    }
+                    t += group;
+                }
+                i += n;
+            }
+        }
+    };
+}
+use dots_by_passes;
+
 impl Engine for Avx512 {
     type Session = ();
+
+    const GROUP: usize = 24;
 
     fn begin(self) {}
 
     fn dot_tokens(self, dtype: DType, tokens: usize) -> usize {
-        // Where a panel that is not full still costs less than its tokens one by one.
-        let most = if dtype == DType::Q8_0 { 5 } else { 12 };
+        // Where a panel that is not full still costs less than its tokens one by one (measured on Emerald Rapids).
+        let most = match dtype {
+            DType::Q8_0 => 5,
+            _ => 11,
+        };
         let rest = tokens % PANEL;
         if rest <= most { rest } else { 0 }
     }

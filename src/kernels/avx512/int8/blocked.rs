@@ -1,16 +1,12 @@
-//! Q8_0 weights in place times INT8 tokens: `vpdpbusd` within a block of 32 k, then both scales in f32.
-//!
-//! `vpdpbusd` wants one operand unsigned: that is `w + 128` (`w ^ 0x80` as bits), and each sum starts at `-128 * (sum of the
-//! token's quants)`, which the packed tokens hold, so the integer sums are exact for all weights from -128 to 127.
+//! Many panels: weights made ready once for all of them.
 
 #![expect(clippy::needless_range_loop, reason = "register blocks are indexed by row, panel and token")]
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-use super::transpose::sums4;
-use super::{Ahead, even_group};
-use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK, Q8_ROW_BLOCK, TokenRows};
+use crate::kernels::avx512::Ahead;
+use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 
 /// Blocks of 32 k that are prepared at a time: the tokens of a group of panels then stay in the L1 cache (10 KiB).
@@ -19,8 +15,6 @@ const K_BLOCKS: usize = 8;
 const ROWS: usize = 96;
 /// Panels of a register block.
 const BLOCK_PANELS: usize = 2;
-/// Token rows of a register block of the dot form.
-const BLOCK_TOKENS: usize = 5;
 
 /// Weights made ready: `w + 128` as `[row][block][32]`, the scales as `[block][row]`.
 #[repr(C, align(64))]
@@ -29,13 +23,10 @@ struct Ready {
     scales: [MaybeUninit<f32>; K_BLOCKS * ROWS],
 }
 
-/// The panel form (see [`super::super::Engine::product`]).
-///
-/// # Safety
-/// As `Engine::product`, on a CPU with the features.
-// SAFETY: contract above.
+/// Many panels, so that the arithmetic takes the time: columns in blocks, so that the tokens stay in the L1 cache.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
-pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+// SAFETY: as `panels`.
+pub unsafe fn blocked(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     let mut ready = MaybeUninit::<Ready>::uninit();
     let ready = ready.as_mut_ptr();
     // SAFETY: addresses of fields; they are 64-byte aligned.
@@ -195,110 +186,6 @@ impl Part {
             for p in 0..P {
                 // SAFETY: as above.
                 unsafe { _mm512_store_ps(c(r, p), acc[r][p]) };
-            }
-        }
-    }
-}
-
-/// The dot form (see [`super::dots`]).
-///
-/// # Safety
-/// As [`super::dots`], on a CPU with the features.
-// SAFETY: contract above.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
-pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
-    let mut i = 0;
-    while i < rows.n {
-        let n = if i + 4 <= rows.n { 4 } else { 1 };
-        let mut t = 0;
-        while t < xs.tokens {
-            let group = even_group(xs.tokens - t, BLOCK_TOKENS);
-            let x = (xs.row(t), xs.stride);
-            // SAFETY: row i and token t of the caller's y.
-            let y = unsafe { y.add(t * ld + i) };
-            // SAFETY: rows i .. i + n and tokens t .. t + group lie inside.
-            unsafe {
-                match (n, group) {
-                    (4, 1) => dot::<4, 1>(rows, i, x, y, ld),
-                    (4, 2) => dot::<4, 2>(rows, i, x, y, ld),
-                    (4, 3) => dot::<4, 3>(rows, i, x, y, ld),
-                    (4, 4) => dot::<4, 4>(rows, i, x, y, ld),
-                    (4, _) => dot::<4, 5>(rows, i, x, y, ld),
-                    (_, 1) => dot::<1, 1>(rows, i, x, y, ld),
-                    (_, 2) => dot::<1, 2>(rows, i, x, y, ld),
-                    (_, 3) => dot::<1, 3>(rows, i, x, y, ld),
-                    (_, 4) => dot::<1, 4>(rows, i, x, y, ld),
-                    _ => dot::<1, 5>(rows, i, x, y, ld),
-                }
-            }
-            t += group;
-        }
-        i += n;
-    }
-}
-
-/// Two neighbouring blocks of a row: their quants as `w + 128`, and their scales, eight lanes each. With `both` unset the
-/// second is not there: scale 0.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
-// SAFETY: one or two blocks are readable at `block`.
-unsafe fn two_blocks(block: *const u8, both: bool) -> (__m512i, __m512) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let quants = |b: usize| _mm256_loadu_si256(block.add(b * Q8_0_BYTES + 2).cast());
-        let half = |b: usize| u32::from(block.add(b * Q8_0_BYTES).cast::<u16>().read_unaligned());
-        let (w, halves) = if both {
-            (_mm512_inserti64x4::<1>(_mm512_castsi256_si512(quants(0)), quants(1)), half(0) | half(1) << 16)
-        } else {
-            (_mm512_zextsi256_si512(quants(0)), half(0))
-        };
-        let scales = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(halves as i32)));
-        let each = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        (_mm512_xor_si512(w, _mm512_set1_epi8(-128)), _mm512_permutexvar_ps(each, scales))
-    }
-}
-
-/// Rows `[i, i + R)` (R is 4 or 1) times `T` token rows.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
-// SAFETY: as `dots`.
-unsafe fn dot<const R: usize, const T: usize>(
-    rows: Rows<'_>,
-    i: usize,
-    (x, x_stride): (*const u8, usize),
-    y: *mut f32,
-    ld: usize,
-) {
-    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
-    let mut acc = [[_mm512_setzero_ps(); T]; R];
-    // 68 bytes a row; the lines in between come as these are crossed.
-    let mut ahead = Ahead::side_by_side(&rows, i, R, 2 * Q8_0_BYTES);
-    let blocks = rows.k / QK8_0;
-    for b in 0..blocks.div_ceil(2) {
-        ahead.prefetch::<R>();
-        let both = 2 * b + 1 < blocks;
-        // SAFETY: blocks below the row's end; token rows have whole pairs of blocks.
-        unsafe {
-            let w: [(__m512i, __m512); R] = std::array::from_fn(|r| two_blocks(w[r].add(b * 2 * Q8_0_BYTES), both));
-            for t in 0..T {
-                let x = x.add(t * x_stride + b * Q8_ROW_BLOCK);
-                let quants = _mm512_load_si512(x.cast());
-                let start = _mm512_load_si512(x.add(64).cast());
-                let scale = _mm512_load_ps(x.add(128).cast());
-                for r in 0..R {
-                    let sum = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(start, w[r].0, quants));
-                    acc[r][t] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, w[r].1), acc[r][t]);
-                }
-            }
-        }
-    }
-    for t in 0..T {
-        let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
-        // SAFETY: R sums of token t.
-        unsafe {
-            match R {
-                4 => _mm_storeu_ps(y.add(t * ld), sums),
-                _ => _mm_store_ss(y.add(t * ld), sums),
             }
         }
     }
