@@ -1,7 +1,8 @@
-//! The project's tasks: `cargo xtask llama | model | demo | test | numa-vm | compare | doctor`.
+//! The project's tasks: `cargo xtask llama | model | demo | test | numa-vm | compare | doctor | amx-native`.
 //!
 //! Everything that a task needs is brought or built under `target/`; what is there already is left alone.
 
+mod amx_native;
 mod bench;
 mod demo;
 mod llama;
@@ -46,6 +47,8 @@ enum Task {
     Compare(tools::ToolArgs),
     /// What this machine, and a model on it, gain; what costs speed; and the command line to run
     Doctor(tools::ToolArgs),
+    /// One static program in target/amx-native that checks and times the AMX kernels where there is AMX
+    AmxNative,
 }
 
 #[derive(Args)]
@@ -85,6 +88,10 @@ fn perform(task: Task) -> Result<ExitCode> {
         }
         Task::NumaVm => numa_vm::task(&ui)?,
         Task::Demo(args) => return Ok(code(demo::run(&ui, &args)?)),
+        Task::AmxNative => {
+            let path = amx_native::build(&ui)?;
+            ui.say(&format!("copy {} to a machine with AMX and run it there", path.display()));
+        }
         Task::Test(args) => return Ok(code(test::run(&ui, &args)?)),
         Task::Compare(args) => tools::compare(&ui, &args)?,
         Task::Doctor(args) => tools::doctor(&ui, &args)?,
