@@ -1,5 +1,6 @@
 //! `cargo xtask test`: every check and test of the project, one line each.
 
+mod amx;
 mod checks;
 mod linked;
 mod seam;
@@ -46,7 +47,7 @@ const NUMA: Step =
     Step { name: "numa-vm", about: "NUMA on a virtual machine with two nodes", needs: &[], run: crate::numa_vm::run };
 
 fn steps() -> Vec<Step> {
-    [checks::STEPS, seam::STEPS, linked::STEPS, versions::STEPS, &[NUMA]].concat()
+    [checks::STEPS, seam::STEPS, amx::STEPS, linked::STEPS, versions::STEPS, &[NUMA]].concat()
 }
 
 /// Runs the steps and prints a line for each and the sum. True when none failed.

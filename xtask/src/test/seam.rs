@@ -36,7 +36,7 @@ pub const STEPS: &[Step] = &[
 ];
 
 const TYPES: [WeightType; 3] = [WeightType::Bf16, WeightType::Q8_0, WeightType::F16];
-const LOGITS: &str = "hina-logits";
+pub const LOGITS: &str = "hina-logits";
 
 /// The reason to skip, on a CPU where HiNa offers nothing.
 pub fn unfit() -> Option<Outcome> {
@@ -70,12 +70,17 @@ fn models(ui: &Ui) -> Result<Outcome> {
 
 fn ops(ui: &Ui) -> Result<Outcome> {
     needs_fit_cpu!();
-    let mut command = plugin::ensure(ui)?.hina("test-backend-ops");
+    let (all, _) = ops_of_claimed_types(ui, plugin::ensure(ui)?.hina("test-backend-ops"), "ops")?;
+    Ok(Outcome::Passed(format!("{all} cases")))
+}
+
+/// Runs a `test-backend-ops` on the types that HiNa claims; gives back how many cases there are, all passed, and its output.
+pub fn ops_of_claimed_types(ui: &Ui, mut command: Command, log: &str) -> Result<(u32, String)> {
     command.args(["test", "-b", "HiNa", "-o", "MUL_MAT_ID", "-p", "type_a=(bf16|q8_0)"]);
-    let text = Job::new("test-backend-ops", "ops", command).run(ui)?;
+    let text = Job::new("test-backend-ops", log, command).run(ui)?;
     let (good, all) = ops_passed(&text).context("test-backend-ops did not say how many tests passed")?;
     ensure!(good == all && all > 0, "{good} of {all} tests passed");
-    Ok(Outcome::Passed(format!("{all} cases")))
+    Ok((all, text))
 }
 
 /// The two numbers of the line `  7/7 tests passed`.

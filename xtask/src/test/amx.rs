@@ -1,0 +1,97 @@
+//! The AMX kernels inside llama.cpp, on AMX in software.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use super::seam::{LOGITS, close, needs_fit_cpu, ops_of_claimed_types, tiny};
+use super::{Outcome, Step};
+use crate::logits;
+use crate::model::WeightType;
+use crate::paths;
+use crate::plugin::{self, Plugin};
+use crate::run::{Job, Ui};
+use crate::source::cargo;
+
+/// Each runs with `libamx_emu.so` before the program, which prints at its end how often each instruction ran.
+pub const STEPS: &[Step] = &[
+    Step { name: "amx-emu", about: "AMX in software builds", needs: &[], run: build },
+    Step { name: "amx-ops", about: "test-backend-ops on emulated AMX", needs: &["plugin", "amx-emu"], run: ops },
+    Step {
+        name: "amx-logits",
+        about: "logits of `tiny` on emulated AMX as stock's",
+        needs: &["plugin", "models", "amx-emu"],
+        run: agree,
+    },
+    Step { name: "amx-native", about: "the static test program builds and checks itself", needs: &[], run: native },
+];
+
+/// The weight types that have tile kernels, and the instruction that each is multiplied by.
+const TYPES: [(WeightType, &str); 2] = [(WeightType::Bf16, "tdpbf16ps"), (WeightType::Q8_0, "tdpbssd")];
+
+fn build(ui: &Ui) -> Result<Outcome> {
+    let mut command = cargo("build");
+    command.args(["--release", "--package", "amx-emu"]);
+    Job::new("building amx-emu", "amx-emu", command).run(ui)?;
+    Ok(Outcome::Passed(String::new()))
+}
+
+/// A program with the plugin on AMX and nothing else.
+fn on_amx(plugin: &Plugin, program: &str) -> Command {
+    let mut command = plugin.hina(program);
+    let emulator = paths::cargo_target().join("release/libamx_emu.so");
+    command.env("LD_PRELOAD", emulator).env("AMX_EMU_STATS", "1").env("GGML_HINA_ISA", "amx");
+    command
+}
+
+/// How often `instruction` ran, by the emulator's lines `amx-emu: NAME COUNT`; none is a failure.
+fn ran(text: &str, instruction: &str) -> Result<u64> {
+    let mine =
+        text.lines().filter_map(|line| line.strip_prefix("amx-emu: ")?.strip_prefix(instruction)?.trim().parse().ok());
+    let sum = mine.sum();
+    ensure!(sum > 0, "{instruction} never ran");
+    Ok(sum)
+}
+
+fn ops(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let (cases, text) = ops_of_claimed_types(ui, on_amx(&plugin::ensure(ui)?, "test-backend-ops"), "amx-ops")?;
+    let counts = TYPES.map(|(_, instruction)| ran(&text, instruction).map(|n| format!("{n} {instruction}")));
+    let counts = counts.into_iter().collect::<Result<Vec<_>>>()?;
+    Ok(Outcome::Passed(format!("{cases} cases, {}", counts.join(", "))))
+}
+
+fn agree(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let plugin = plugin::ensure(ui)?;
+    let mut notes = Vec::new();
+    for (weights, instruction) in TYPES {
+        let name = format!("{weights:?}").to_lowercase();
+        let model = tiny(ui, weights)?;
+        let stock = logits::of(ui, plugin.stock(LOGITS), &format!("amx-{name}-stock"), &model, &[])?;
+        let run = format!("amx-{name}-hina");
+        let hina = logits::of(ui, on_amx(&plugin, LOGITS), &run, &model, &[])?;
+        let nmse = close(&stock, &hina).with_context(|| name.clone())?;
+        let log = std::fs::read_to_string(paths::log(&format!("logits-{run}")))?;
+        notes.push(format!("{name} {nmse:.0e}, {} {instruction}", ran(&log, instruction)?));
+    }
+    Ok(Outcome::Passed(notes.join("; ")))
+}
+
+fn native(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    crate::amx_native::build(ui)?;
+    Ok(Outcome::Passed(String::new()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_of_whole_names() {
+        let text = "noise\namx-emu: tileloadd 12\namx-emu: tileloaddt1 3\namx-emu: tileloadd 1\n";
+        assert_eq!(ran(text, "tileloadd").unwrap(), 13);
+        assert!(ran(text, "tdpbssd").is_err());
+    }
+}
