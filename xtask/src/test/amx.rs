@@ -46,8 +46,9 @@ fn on_amx(plugin: &Plugin, program: &str) -> Command {
 
 /// How often `instruction` ran, by the emulator's lines `amx-emu: NAME COUNT`; none is a failure.
 fn ran(text: &str, instruction: &str) -> Result<u64> {
-    let mine =
-        text.lines().filter_map(|line| line.strip_prefix("amx-emu: ")?.strip_prefix(instruction)?.trim().parse().ok());
+    let mine = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("amx-emu: ")?.strip_prefix(instruction)?.trim().parse::<u64>().ok());
     let sum = mine.sum();
     ensure!(sum > 0, "{instruction} never ran");
     Ok(sum)
