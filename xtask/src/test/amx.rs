@@ -48,7 +48,7 @@ fn on_amx(plugin: &Plugin, program: &str) -> Command {
 
 /// What the emulator counted, for the step's line. A CPU with AMX runs its instructions itself: then nothing is counted.
 fn count(text: &str, instruction: &str) -> Result<String> {
-    if cpu_flags(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()).contains("amx_tile") {
+    if cpu_flags(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()).contains(&"amx_tile") {
         return Ok(format!("{instruction} of the CPU"));
     }
     Ok(format!("{} {instruction}", ran(text, instruction)?))
