@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use super::seam::{LOGITS, close, needs_fit_cpu, ops_of_claimed_types, tiny};
+use super::seam::{LOGITS, limit, needs_fit_cpu, ops_of_claimed_types, tiny, within};
 use super::{Outcome, Step};
 use crate::llama::cpu_flags;
 use crate::logits;
@@ -82,7 +82,7 @@ fn agree(ui: &Ui) -> Result<Outcome> {
         let stock = logits::of(ui, plugin.stock(LOGITS), &format!("amx-{name}-stock"), &model, &[])?;
         let run = format!("amx-{name}-hina");
         let hina = logits::of(ui, on_amx(&plugin, LOGITS), &run, &model, &[])?;
-        let nmse = close(&stock, &hina).with_context(|| name.clone())?;
+        let nmse = within(&stock, &hina, limit(weights)).with_context(|| name.clone())?;
         let log = fs::read_to_string(paths::log(&format!("logits-{run}")))?;
         notes.push(format!("{name} {nmse:.0e}, {}", count(&log, instruction)?));
     }

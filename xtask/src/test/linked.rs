@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use super::seam::needs_fit_cpu;
+use super::seam::{needs_fit_cpu, within};
 use super::{Outcome, Step};
 use crate::plugin::{self, Plugin};
 use crate::run::{Job, Ui};
@@ -100,8 +100,7 @@ fn one_arch(ui: &Ui, plugin: &Plugin, model: &Path) -> Result<bool> {
     let (hina, stats) = logits::with_stats(ui, plugin.hina("hina-logits"), "arch-hina", &bf16, &options)?;
     fs::remove_file(&bf16)?;
     ensure!(stats.claimed > 0, "HiNa claimed no node");
-    let nmse = logits::nmse(&stock, &hina)?;
-    ensure!(nmse <= ARCH_LIMIT, "logits differ from stock's: NMSE {nmse:.1e}, at most {ARCH_LIMIT:.0e}");
+    within(&stock, &hina, ARCH_LIMIT)?;
     Ok(true)
 }
 
