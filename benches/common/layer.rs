@@ -25,14 +25,19 @@ pub const SHAPES: [Shape; 4] = [
 ];
 
 /// Memory for weights.
-pub struct Memory(Vec<u64>);
+pub struct Memory(Vec<Line>);
+
+/// A cache line: ggml wants buffers aligned to 32 bytes.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u64; 8]);
 
 impl Memory {
     /// Plausible weights of `dtype`: values or quants are random, scales are small.
     pub fn weights(dtype: DType, bytes: usize) -> Self {
         let mut state = 0x243F_6A88_85A3_08D3_u64;
-        let mut memory = Self(vec![0; bytes.div_ceil(8)]);
-        for v in &mut memory.0 {
+        let mut memory = Self(vec![Line([0; 8]); bytes.div_ceil(64)]);
+        for v in memory.0.iter_mut().flat_map(|line| &mut line.0) {
             state ^= state << 13;
             state ^= state >> 7;
             state ^= state << 17;
@@ -47,12 +52,12 @@ impl Memory {
 
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: plain data.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * 8) }
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * 64) }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: plain data.
-        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * 8) }
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * 64) }
     }
 }
 
