@@ -145,7 +145,12 @@ pub fn magnitudes(rows: Rows<'_>, x: &[f32]) -> Vec<f64> {
 
 /// Normalised mean squared error of `got` against `want`, as ggml's `test-backend-ops` has it.
 pub fn nmse(got: &[f32], want: &[f64]) -> f64 {
+    nmse_against(got, want, want)
+}
+
+/// As [`nmse`], normalised by other numbers: the [`magnitudes`], where the terms of a few sums may cancel.
+pub fn nmse_against(got: &[f32], want: &[f64], norm: &[f64]) -> f64 {
     let err: f64 = got.iter().zip(want).map(|(&g, w)| (f64::from(g) - w).powi(2)).sum();
-    let power: f64 = want.iter().map(|w| w * w).sum();
+    let power: f64 = norm.iter().map(|w| w * w).sum();
     if err == 0.0 { 0.0 } else { err / power }
 }
