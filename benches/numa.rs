@@ -18,8 +18,12 @@ const THREADS: usize = 2;
 const ROUNDS: usize = 15;
 const USED: usize = 8;
 
-/// 64-byte aligned memory, filled with what are sane values in both types of weights.
-struct Memory(Vec<[u64; 8]>);
+/// Memory filled with what are sane values in both types of weights.
+struct Memory(Vec<Line>);
+
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[expect(dead_code, reason = "read as bytes")] [u64; 8]);
 
 impl Memory {
     fn new(bytes: usize) -> Self {
@@ -29,7 +33,7 @@ impl Memory {
             // Bytes of 0x00 to 0x3f: BF16 and f16 values between 0 and 1 or so.
             (state >> 3) & 0x3f3f_3f3f_3f3f_3f3f
         };
-        Self((0..bytes.div_ceil(64)).map(|_| std::array::from_fn(|_| next())).collect())
+        Self((0..bytes.div_ceil(64)).map(|_| Line(std::array::from_fn(|_| next()))).collect())
     }
 
     fn bytes(&self) -> &[u8] {

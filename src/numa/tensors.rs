@@ -14,6 +14,8 @@ use crate::tensor::{DType, Weights};
 
 /// Tokens of an operation up to which the weights' way from memory decides, so that segments pay (paper section 5).
 pub const MAX_TOKENS: usize = 32;
+/// Weights whose placement must be known before the user is told that one node has them all.
+const HINT_BYTES: usize = 256 << 20;
 /// Calls after which a tensor's unknown pages are asked for again, at most; the first times follow sooner.
 const ASK_AGAIN: u64 = 4096;
 
@@ -104,6 +106,7 @@ struct Tensor {
     /// Kept while pages are unknown.
     placement: Option<Placement>,
     unknown: usize,
+    counted: bool,
     /// The one in use is the last; those before it may still be in someone's hands.
     #[expect(clippy::vec_box, reason = "their addresses stay when the list grows")]
     plans: Vec<Box<TensorPlan>>,
@@ -130,12 +133,15 @@ struct Seen {
 
 /// What the user should be told, once.
 #[derive(Debug, Default)]
-enum Hint {
-    #[default]
-    None,
-    Due(String),
-    Told,
+struct Hint {
+    due: Option<String>,
+    told: bool,
+    /// Of the tensors seen so far.
+    held: Held,
 }
+
+/// Bytes by node, ascending by node.
+type Held = Vec<(NodeId, usize)>;
 
 impl Numa {
     /// None where the normal path is right: [`Mode::Off`], fewer than two nodes with memory, or more than [`MAX_NODES`].
@@ -193,9 +199,8 @@ impl Numa {
             tensor.ask_at = (2 * tensor.calls).min(tensor.calls + ASK_AGAIN);
             match ask(w, tensor.placement.take(), self.sim) {
                 Ok(placement) => {
-                    if let Some(node) = tensor.learn(w, placement, &mut seen.shared) {
-                        seen.hint.one_node(node, self.ids.len());
-                    }
+                    let held = tensor.learn(w, placement, &mut seen.shared);
+                    seen.hint.learn(&held, self.ids.len());
                 }
                 Err(e) => {
                     tensor.ask_at = u64::MAX;
@@ -217,8 +222,8 @@ impl Numa {
 }
 
 impl Tensor {
-    /// Makes the plan for a placement, if that says more than the one before. Returns the node that holds nearly all.
-    fn learn(&mut self, w: &Weights<'_>, placement: Placement, shared: &mut Shared) -> Option<NodeId> {
+    /// Makes the plan for a placement, if that says more than the one before. Returns what the nodes hold, the first time.
+    fn learn(&mut self, w: &Weights<'_>, placement: Placement, shared: &mut Shared) -> Held {
         let about = About::of(&placement);
         self.in_use = about.spread;
         if about.spread && (self.plans.is_empty() || about.unknown != self.unknown) {
@@ -229,44 +234,48 @@ impl Tensor {
             0 => self.ask_at = u64::MAX,
             _ => self.placement = Some(placement),
         }
-        about.one_node.then_some(about.most)
+        if std::mem::replace(&mut self.counted, about.enough) { Held::new() } else { about.held }
     }
 }
 
 impl Hint {
     fn take(&mut self) -> Option<String> {
-        if matches!(self, Self::None) {
-            return None;
-        }
-        match std::mem::replace(self, Self::Told) {
-            Self::Due(text) => Some(text),
-            _ => None,
-        }
+        self.due.take()
     }
 
     fn say(&mut self, text: String) {
-        if matches!(self, Self::None) {
-            *self = Self::Due(text);
+        if !std::mem::replace(&mut self.told, true) {
+            self.due = Some(text);
         }
     }
 
-    fn one_node(&mut self, node: NodeId, nodes: usize) {
-        self.say(format!(
-            "this machine has {nodes} NUMA nodes but the weights are all on node {node}, so only its memory is used: start \
-             with `numactl --interleave=all`, and either add `--no-mmap` or drop the page cache first \
-             (`sync; echo 1 | sudo tee /proc/sys/vm/drop_caches`)"
-        ));
+    /// One more tensor is known. A small one may well be on one node; the sum should not be.
+    fn learn(&mut self, held: &Held, nodes: usize) {
+        for &(node, bytes) in held {
+            match self.held.iter_mut().find(|h| h.0 == node) {
+                Some(h) => h.1 += bytes,
+                None => self.held.push((node, bytes)),
+            }
+        }
+        let all: usize = self.held.iter().map(|h| h.1).sum();
+        let Some(&(node, most)) = self.held.iter().max_by_key(|h| h.1) else { return };
+        if all >= HINT_BYTES && most >= all - all / 16 {
+            self.say(format!(
+                "this machine has {nodes} NUMA nodes but the weights are on node {node}, so only its memory is used: start \
+                 with `numactl --interleave=all`, and either add `--no-mmap` or drop the page cache first \
+                 (`sync; echo 1 | sudo tee /proc/sys/vm/drop_caches`)"
+            ));
+        }
     }
 }
 
 /// What a placement looks like from afar.
 struct About {
-    /// At least half is known and no node holds nearly all of it.
+    /// At least half is known.
+    enough: bool,
+    /// And no node holds 15 of 16 bytes of it.
     spread: bool,
-    /// At least half is known, and one node holds 15 of 16 bytes of it or more.
-    one_node: bool,
-    /// The node that holds most.
-    most: NodeId,
+    held: Held,
     unknown: usize,
 }
 
@@ -274,10 +283,9 @@ impl About {
     fn of(placement: &Placement) -> Self {
         let (held, unknown) = placement.bytes(placement.range());
         let known: usize = held.iter().map(|h| h.1).sum();
-        let (most, bytes) = held.iter().copied().max_by_key(|h| h.1).unwrap_or((0, 0));
+        let most = held.iter().map(|h| h.1).max().unwrap_or(0);
         let enough = known > 0 && known >= unknown;
-        let one_node = bytes >= known - known / 16;
-        Self { spread: enough && !one_node, one_node: enough && one_node, most, unknown }
+        Self { enough, spread: enough && most < known - known / 16, held, unknown }
     }
 }
 
@@ -306,8 +314,6 @@ mod tests {
         for bad in ["", "2", "1:4096", "2:100", "33:4096", "2:0", "a:b"] {
             assert_eq!(bad.parse::<Sim>(), Err(()), "{bad}");
         }
-        assert_eq!("pin".parse(), Ok(Mode::Pin));
-        assert_eq!("on".parse::<Mode>(), Err(()));
     }
 
     #[test]
@@ -330,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_on_one_node_of_two_are_told_once() {
+    fn weights_on_one_node_are_the_normal_path() {
         let bytes = vec![1u8; 64 * 4 * 4096];
         let numa = Numa::on(Topology::made_up(2, 1), Mode::Auto, None).unwrap();
         if Placement::query(bytes.as_ptr().addr(), bytes.len()).is_err() {
@@ -338,20 +344,33 @@ mod tests {
             return;
         }
         assert!(numa.tensor(&weights(&bytes)).is_none());
-        let hint = numa.take_hint().unwrap();
-        assert!(hint.contains("numactl --interleave=all") && hint.contains("on node 0"), "{hint}");
-        assert!(numa.tensor(&weights(&bytes)).is_none());
-        assert_eq!(numa.take_hint(), None);
+        assert_eq!(numa.take_hint(), None, "too small to say");
     }
 
     #[test]
-    fn half_unknown_waits_and_most_on_one_node_is_one_node() {
+    fn many_weights_on_one_node_of_two_are_told_once() {
+        let mut hint = Hint::default();
+        hint.learn(&vec![(1, HINT_BYTES / 2), (0, HINT_BYTES / 64)], 2);
+        assert_eq!(hint.take(), None);
+        hint.learn(&vec![(1, HINT_BYTES / 2)], 2);
+        let text = hint.take().unwrap();
+        assert!(text.contains("numactl --interleave=all") && text.contains("on node 1"), "{text}");
+        hint.learn(&vec![(1, HINT_BYTES)], 2);
+        assert_eq!(hint.take(), None);
+
+        let mut spread = Hint::default();
+        spread.learn(&vec![(0, HINT_BYTES), (1, HINT_BYTES)], 2);
+        assert_eq!(spread.take(), None);
+    }
+
+    #[test]
+    fn half_unknown_waits_and_most_on_one_node_is_not_spread() {
         let of = |rule: &dyn Fn(usize) -> Option<NodeId>| {
             let about = About::of(&Placement::made_up(0, 64 * 4096, 4096, |at| rule(at / 4096)));
-            (about.spread, about.one_node, about.unknown / 4096)
+            (about.spread, about.enough, about.unknown / 4096)
         };
         assert_eq!(of(&|p| (p < 20).then_some((p % 2) as NodeId)), (false, false, 44));
-        assert_eq!(of(&|p| (p < 40).then_some((p % 2) as NodeId)), (true, false, 24));
+        assert_eq!(of(&|p| (p < 40).then_some((p % 2) as NodeId)), (true, true, 24));
         assert_eq!(of(&|p| Some(NodeId::from(p < 3))), (false, true, 0));
     }
 }

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::ops::Range;
-use std::str::FromStr;
 use std::sync::atomic::{AtomicU16, Ordering};
 
 use super::NodeId;
@@ -23,19 +22,6 @@ pub enum Mode {
     Off,
     /// As `Auto`, and each worker is kept on one node during a call, spread evenly, unless it is bound to one already.
     Pin,
-}
-
-impl FromStr for Mode {
-    type Err = ();
-
-    fn from_str(s: &str) -> Result<Self, ()> {
-        match s {
-            "auto" => Ok(Self::Auto),
-            "off" => Ok(Self::Off),
-            "pin" => Ok(Self::Pin),
-            _ => Err(()),
-        }
-    }
 }
 
 /// A thread's CPUs, as `sched_getaffinity` has them.
