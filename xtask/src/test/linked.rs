@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 
 use super::seam::{needs_fit_cpu, within};
 use super::{Outcome, Step};
@@ -35,16 +35,16 @@ fn archs(ui: &Ui) -> Result<Outcome> {
     let mut command = Command::new(llama::linked(ui)?.program(PROGRAM));
     command.args(["-s", "1", "-b", "HiNa"]);
     let text = Job::new("test-llama-archs", "archs", command).run(ui)?;
-    let moe = text.lines().filter(|line| line.contains("|   MoE|") && line.contains("OK")).count();
-    let all = tests_passed(&text).context("test-llama-archs did not say that all tests passed")?;
+    let (all, moe) = good_archs(&text);
     ensure!(moe > 30, "only {moe} MoE architectures were tested");
     Ok(Outcome::Passed(format!("{all} architectures, {moe} of them MoE")))
 }
 
-/// The number in `Summary: all 92 test(s) passed`.
-fn tests_passed(text: &str) -> Option<u32> {
-    let number = text.lines().find_map(|line| line.split_once("Summary: all "))?.1.split(' ').next()?;
-    number.parse().ok()
+/// How many rows of the table are good, and how many of these are MoE. That none is bad, the exit status says; the sum below
+/// the table is printed by a thread of the program's log, which the program's end sometimes overtakes.
+fn good_archs(text: &str) -> (usize, usize) {
+    let good: Vec<&str> = text.lines().filter(|line| line.starts_with('|') && line.contains("OK")).collect();
+    (good.len(), good.iter().filter(|line| line.contains("|   MoE|")).count())
 }
 
 /// The same architectures with weights that HiNa claims: each model is saved, turned into BF16 and run with the plugin.
@@ -109,8 +109,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_summary_of_test_llama_archs() {
-        assert_eq!(tests_passed("|x|\n0.1 I Summary: all 92 test(s) passed\n"), Some(92));
-        assert_eq!(tests_passed("Summary: 92 test(s) executed, 1 failed"), None);
+    fn good_rows_of_test_llama_archs() {
+        let text = "|arch|HiNa|Config|\n|qwen3moe|HiNa|   MoE|OK (1e-9)|OK|\n|llama|HiNa| Dense|OK (1e-9)|OK|\n|t5|HiNa| Dense|SKIP|SKIP|";
+        assert_eq!(good_archs(text), (2, 1));
     }
 }
