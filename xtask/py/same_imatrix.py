@@ -1,6 +1,8 @@
 """Exits with an error unless two importance matrices have the same tensors, counts and (nearly) sums.
 
-Sums are of squared activations, which differ where an activation before them was rounded the other way: up to 1 %."""
+Sums are of squared activations, which differ where an activation before them was rounded the other way: up to 1 %. In a model
+of random weights two experts may be so near each other that such a difference decides between them: up to 1 % of the rows
+may be with another expert, none may be missing."""
 
 import sys
 
@@ -22,8 +24,9 @@ def main(stock_path, hina_path):
         sys.exit("no expert was counted")
     for name in stock:
         if name.endswith(".counts"):
-            if not np.array_equal(stock[name], hina[name]):
-                sys.exit(f"{name}: other counts")
+            moved = np.abs(stock[name] - hina[name]).sum() / 2
+            if stock[name].sum() != hina[name].sum() or moved > 0.01 * stock[name].sum():
+                sys.exit(f"{name}: other counts, {moved:.0f} rows of {stock[name].sum():.0f} are with other experts")
         elif np.abs(stock[name] - hina[name]).sum() > 1e-2 * np.abs(stock[name]).sum():
             sys.exit(f"{name}: other sums")
     print(f"{len(counts)} tensors, {int(sum(stock[name].sum() for name in experts))} expert rows")
