@@ -13,6 +13,10 @@ use super::program::{Failure, Limits, Program, Role};
 use super::progress::Progress;
 use super::session::{Run, Session, Settings, Step};
 
+/// How often llama-batched-bench is run until it prints its result: a thread of its log prints it, which the program's end
+/// sometimes overtakes (seen once in eight runs of a small model).
+const LOST_LOG_TRIES: u32 = 4;
+
 /// How a comparison ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
@@ -81,12 +85,20 @@ fn one(settings: &Settings, step: Step, limits: Limits<'_>) -> Result<Measured, 
     let program = &settings.programs[step.program];
     let args = arguments(settings, step.target, &step.case.args(settings.repeats));
     let tool = step.case.program();
-    let output = program.run(tool, &args, &settings.wrap, &[], limits)?;
     let what = || format!("{} {}", program.file(tool).display(), args.join(" "));
-    let measured = parse::output(step.case, &output.stdout)
-        .map_err(|why| Failure::Failed(format!("{why}; it was run as: {}", what())))?;
-    check_backend(program, step.case, &measured, &output.stderr)?;
-    Ok(measured)
+    let mut tries = if matches!(step.case, Case::Parallel { .. }) { LOST_LOG_TRIES } else { 1 };
+    loop {
+        let output = program.run(tool, &args, &settings.wrap, &[], limits)?;
+        tries -= 1;
+        match parse::output(step.case, &output.stdout) {
+            Ok(measured) => {
+                check_backend(program, step.case, &measured, &output.stderr)?;
+                return Ok(measured);
+            }
+            Err(why) if tries == 0 => return Err(Failure::Failed(format!("{why}; it was run as: {}", what()))),
+            Err(_) => {}
+        }
+    }
 }
 
 /// The arguments of any of the programs: model, threads, its own, the user's.
