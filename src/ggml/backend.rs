@@ -131,10 +131,12 @@ unsafe fn context<'a>(backend: sys::ggml_backend_t) -> Option<&'a mut Context> {
     }
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn name(_backend: sys::ggml_backend_t) -> *const c_char {
     NAME.as_ptr()
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn free(backend: sys::ggml_backend_t) {
     guard((), || {
         // SAFETY: ggml frees a backend once; both boxes were made in `new`.
@@ -153,11 +155,13 @@ unsafe extern "C" fn free(backend: sys::ggml_backend_t) {
 }
 
 /// Asked by the inner backend after each node: stop after a failed node of ours, or when the user says so.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn should_abort(data: *mut c_void) -> bool {
     // SAFETY: set in `new` with a run that outlives the inner backend; it is not changed while a graph runs.
     unsafe { (*data.cast::<Run>()).should_abort() }
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn graph_compute(backend: sys::ggml_backend_t, graph: *mut sys::ggml_cgraph) -> sys::ggml_status {
     guard(sys::GGML_STATUS_FAILED, || {
         // SAFETY: ggml calls this with a backend of ours and a valid graph, from one thread at a time.
@@ -219,6 +223,7 @@ impl Context {
 }
 
 /// `ggml_backend_set_n_threads`.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 pub(super) unsafe extern "C" fn set_n_threads(backend: sys::ggml_backend_t, n: c_int) {
     guard((), || {
         // SAFETY: a valid backend, by the caller of this ggml function.
@@ -232,6 +237,7 @@ pub(super) unsafe extern "C" fn set_n_threads(backend: sys::ggml_backend_t, n: c
 }
 
 /// `ggml_backend_set_abort_callback`.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 pub(super) unsafe extern "C" fn set_abort_callback(
     backend: sys::ggml_backend_t,
     callback: sys::ggml_abort_callback,
@@ -247,6 +253,7 @@ pub(super) unsafe extern "C" fn set_abort_callback(
 }
 
 /// `ggml_backend_cpu_set_use_ref`.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 pub(super) unsafe extern "C" fn set_use_ref(backend: sys::ggml_backend_t, use_ref: bool) {
     guard((), || {
         // SAFETY: a valid backend, by the caller of this ggml function.
@@ -260,6 +267,7 @@ pub(super) unsafe extern "C" fn set_use_ref(backend: sys::ggml_backend_t, use_re
 }
 
 /// `ggml_backend_cpu_set_threadpool`.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 pub(super) unsafe extern "C" fn set_threadpool(backend: sys::ggml_backend_t, pool: sys::ggml_threadpool_t) {
     guard((), || {
         // SAFETY: a valid backend, by the caller of this ggml function.

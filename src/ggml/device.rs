@@ -33,19 +33,23 @@ pub fn device() -> sys::ggml_backend_dev_t {
     (&raw const device.0).cast_mut()
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn name(_dev: sys::ggml_backend_dev_t) -> *const c_char {
     NAME.as_ptr()
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn description(_dev: sys::ggml_backend_dev_t) -> *const c_char {
     DESCRIPTION.as_ptr()
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn kind(_dev: sys::ggml_backend_dev_t) -> sys::ggml_backend_dev_type {
     sys::GGML_BACKEND_DEVICE_TYPE_ACCEL
 }
 
 /// The CPU's memory: an RPC server that offers this device tells its clients how much they may place here.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn memory(_dev: sys::ggml_backend_dev_t, free: *mut usize, total: *mut usize) {
     guard((), || {
         // SAFETY: ggml passes two valid pointers; the CPU device takes the same question.
@@ -59,6 +63,7 @@ unsafe extern "C" fn memory(_dev: sys::ggml_backend_dev_t, free: *mut usize, tot
     });
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn props(dev: sys::ggml_backend_dev_t, props: *mut sys::ggml_backend_dev_props) {
     guard((), || {
         // SAFETY: ggml passes a valid struct; zero is valid for its strings, numbers and flags.
@@ -79,15 +84,18 @@ unsafe extern "C" fn props(dev: sys::ggml_backend_dev_t, props: *mut sys::ggml_b
     });
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn init_backend(dev: sys::ggml_backend_dev_t, _params: *const c_char) -> sys::ggml_backend_t {
     guard(null_mut(), || backend::new(dev))
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn buffer_type(_dev: sys::ggml_backend_dev_t) -> sys::ggml_backend_buffer_type_t {
     // SAFETY: no arguments; the CPU buffer type is a static of ggml-base.
     unsafe { sys::ggml_backend_cpu_buffer_type() }
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn buffer_from_host_ptr(
     _dev: sys::ggml_backend_dev_t,
     ptr: *mut c_void,
@@ -98,11 +106,13 @@ unsafe extern "C" fn buffer_from_host_ptr(
     unsafe { sys::ggml_backend_cpu_buffer_from_ptr(ptr, size) }
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn supports_buft(_dev: sys::ggml_backend_dev_t, buft: sys::ggml_backend_buffer_type_t) -> bool {
     // SAFETY: ggml's own question, passed on to the CPU device.
     guard(false, || cpu::device().is_some_and(|cpu| unsafe { sys::ggml_backend_dev_supports_buft(cpu.as_ptr(), buft) }))
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn supports_op(_dev: sys::ggml_backend_dev_t, op: *const sys::ggml_tensor) -> bool {
     guard(false, || {
         // SAFETY: ggml passes a valid tensor whose sources are valid.

@@ -25,6 +25,9 @@ pub struct Graph {
     claimed: Vec<Claimed>,
     copies: Vec<sys::ggml_tensor>,
     nodes: Vec<*mut sys::ggml_tensor>,
+    /// By node: it is ours.
+    taken: Vec<bool>,
+    /// By node: it is ours, and another node of its chain stands for it.
     absorbed: Vec<bool>,
     graph: Option<sys::ggml_cgraph>,
 }
@@ -41,6 +44,8 @@ impl Graph {
     pub fn forget(&mut self) {
         self.claims.clear();
         self.claimed.clear();
+        self.taken.clear();
+        self.absorbed.clear();
         self.graph = None;
     }
 
@@ -60,8 +65,7 @@ impl Graph {
         if run.stats.on() {
             // SAFETY: valid nodes.
             let computing = nodes.iter().filter(|n| unsafe { claim::computes(&***n) }).count();
-            let ours = |at: usize| self.absorbed.get(at).is_some_and(|a| *a) || self.claims.iter().any(|c| c.at == at);
-            let left = (0..nodes.len()).filter(|&at| !ours(at));
+            let left = (0..nodes.len()).filter(|&at| !self.taken.get(at).is_some_and(|t| *t));
             // SAFETY: valid nodes.
             let left = left.filter_map(|at| unsafe { claim::left(&*nodes[at]) });
             run.stats.add_graph(computing, self.claims.iter().map(|c| c.nodes).sum(), left);
@@ -83,9 +87,8 @@ impl Graph {
     /// As [`Graph::rewrite`].
     // SAFETY: contract above.
     unsafe fn find(&mut self, graph: &sys::ggml_cgraph, nodes: &[*mut sys::ggml_tensor], rules: &Rules) {
-        self.absorbed.clear();
         self.absorbed.resize(nodes.len(), false);
-        let mut taken = vec![false; nodes.len()];
+        self.taken.resize(nodes.len(), false);
         // SAFETY: by the contract.
         let finder = unsafe { Finder::new(graph) };
         for at in (0..nodes.len()).filter(|_| rules.fuse) {
@@ -94,18 +97,23 @@ impl Graph {
             let Some(work) = (unsafe { claim::chain(&chain) }) else { continue };
             let (&end, inner) = chain.members.split_last().expect("a chain has nodes");
             inner.iter().for_each(|&i| self.absorbed[i] = true);
-            chain.members.iter().for_each(|&i| taken[i] = true);
+            chain.members.iter().for_each(|&i| self.taken[i] = true);
             self.claims.push(Claim { at: end, work, nodes: chain.members.len() });
         }
-        for at in (0..nodes.len()).filter(|&i| !taken[i]) {
+        for (at, &node) in nodes.iter().enumerate() {
+            if self.taken[at] {
+                continue;
+            }
             // SAFETY: a valid node of the caller's graph.
-            if let Some(work) = unsafe { claim::node(&*nodes[at], rules) } {
+            if let Some(work) = unsafe { claim::node(&*node, rules) } {
+                self.taken[at] = true;
                 self.claims.push(Claim { at, work, nodes: 1 });
             }
         }
         self.claims.sort_unstable_by_key(|c| c.at);
     }
 
+    // SAFETY: as `rewrite`, with the claims found.
     unsafe fn replace(&mut self, graph: &sys::ggml_cgraph, nodes: &[*mut sys::ggml_tensor], run: &Run) {
         self.nodes.clear();
         self.nodes.extend(nodes.iter().zip(&self.absorbed).filter(|(_, gone)| !**gone).map(|(n, _)| *n));

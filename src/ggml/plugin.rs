@@ -100,19 +100,23 @@ pub fn registry() -> sys::ggml_backend_reg_t {
     (&raw const reg.0).cast_mut()
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn reg_name(_reg: sys::ggml_backend_reg_t) -> *const c_char {
     NAME.as_ptr()
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn reg_device_count(_reg: sys::ggml_backend_reg_t) -> usize {
     guard(0, || usize::from(!config().disable))
 }
 
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn reg_device(_reg: sys::ggml_backend_reg_t, index: usize) -> sys::ggml_backend_dev_t {
     guard(null_mut(), || if index == 0 && !config().disable { device::device() } else { null_mut() })
 }
 
 /// What a program may ask a CPU-like backend for; each acts on the inner CPU backend (ggml-cpu's `get_proc_address`).
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn reg_proc_address(_reg: sys::ggml_backend_reg_t, name: *const c_char) -> *mut c_void {
     if name.is_null() {
         return null_mut();
@@ -134,6 +138,7 @@ unsafe extern "C" fn reg_proc_address(_reg: sys::ggml_backend_reg_t, name: *cons
 }
 
 /// What llama.cpp's system-info line shows: the engine.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 unsafe extern "C" fn get_features(_reg: sys::ggml_backend_reg_t) -> *mut sys::ggml_backend_feature {
     static LIST: OnceLock<Fixed<Vec<sys::ggml_backend_feature>>> = OnceLock::new();
     guard(null_mut(), || {

@@ -23,6 +23,7 @@ pub fn begin() {
 }
 
 /// `graph_optimize` of the backend: a graph has been scheduled.
+// SAFETY: ggml calls it with what its interface promises: valid handles, and pointers it may write through.
 pub unsafe extern "C" fn end(
     _backend: sys::ggml_backend_t,
     _graph: *mut sys::ggml_cgraph,
