@@ -25,6 +25,19 @@ impl Avx512 {
     }
 }
 
+/// Proof that AVX2, FMA and F16C run here (Haswell and later; all Zen).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Avx2(());
+
+impl Avx2 {
+    /// Looks at CPUID and XCR0 (through the standard library's detection, which caches).
+    pub fn detect() -> Option<Self> {
+        let all =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        all.then_some(Self(()))
+    }
+}
+
 /// Proof that AMX tiles with BF16 and INT8 products run here, on every thread of the process, and AVX-512 too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Amx {
@@ -146,13 +159,13 @@ fn request_permission() -> Result<(), AmxRefused> {
     Err(AmxRefused::NoPermission(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)))
 }
 
-/// How AVX-512 multiplies BF16.
+/// How BF16 is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bf16Form {
     /// `vdpbf16ps`, two k at a time: twice the rate of f32 on AMD's cores (Zen 4: one a cycle; Zen 5: two).
     Pairs,
-    /// Values widened to f32 by a shift, then fused multiply-adds: on Intel's cores `vdpbf16ps` has half the rate of f32 (one
-    /// every two cycles, measured on Emerald Rapids; two FMAs a cycle).
+    /// Values widened to f32 by a shift, then fused multiply-adds: where there is no `vdpbf16ps`, and on Intel's cores, on
+    /// which it has half the rate of f32 (one every two cycles, measured on Emerald Rapids; two FMAs a cycle).
     Fma,
 }
 
@@ -165,7 +178,7 @@ impl Bf16Form {
         }
     }
 
-    /// The faster one on this CPU, by its vendor.
+    /// The faster one of an AVX-512 CPU, by its vendor.
     pub fn best() -> Self {
         static BEST: OnceLock<Bf16Form> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -183,23 +196,22 @@ pub enum Isa {
     Amx(Amx),
     /// AVX-512 BF16 and VNNI.
     Avx512(Avx512),
+    /// AVX2 with FMA.
+    Avx2(Avx2),
 }
 
 impl Isa {
-    /// The AVX-512 that every engine has.
-    pub fn avx512(self) -> Avx512 {
-        match self {
-            Self::Amx(amx) => amx.avx512(),
-            Self::Avx512(avx512) => avx512,
-        }
-    }
-
-    /// The best engine of this CPU, or none if even AVX-512 BF16 is missing.
+    /// The best engine of this CPU, or none if even AVX2 is missing.
     pub fn best() -> Option<Self> {
         match Amx::detect() {
             Ok(amx) => Some(Self::Amx(amx)),
-            Err(_) => Avx512::detect().map(Self::Avx512),
+            Err(_) => Self::best_vectors(),
         }
+    }
+
+    /// The best engine without AMX.
+    pub fn best_vectors() -> Option<Self> {
+        Avx512::detect().map(Self::Avx512).or_else(|| Avx2::detect().map(Self::Avx2))
     }
 }
 
@@ -208,6 +220,7 @@ impl fmt::Display for Isa {
         f.write_str(match self {
             Self::Amx(_) => "AMX-BF16 AMX-INT8",
             Self::Avx512(_) => "AVX512-BF16 AVX512-VNNI",
+            Self::Avx2(_) => "AVX2 FMA",
         })
     }
 }
@@ -222,7 +235,7 @@ mod tests {
             assert_eq!(Some(amx.avx512()), Avx512::detect());
         }
         if Isa::best().is_none() {
-            assert_eq!(Avx512::detect(), None);
+            assert_eq!((Avx512::detect(), Avx2::detect()), (None, None));
         }
     }
 

@@ -33,11 +33,11 @@ pub const fn panel_bytes(dtype: DType, k: usize) -> usize {
     }
 }
 
-/// Bytes of one token row for weights of `dtype` with `k` columns: a multiple of 64.
-pub fn token_row_bytes(dtype: DType, k: usize) -> usize {
+/// Bytes of one token row for weights of `dtype` with `k` columns, a multiple of 64: enough for either form of BF16.
+pub const fn token_row_bytes(dtype: DType, k: usize) -> usize {
     match dtype {
         DType::Q8_0 => k.div_ceil(64) * Q8_ROW_BLOCK,
-        _ => k.next_multiple_of(32) * Bf16Form::best().element_bytes(),
+        _ => k.next_multiple_of(32) * 4,
     }
 }
 
@@ -105,12 +105,14 @@ impl Panels<'_> {
 /// The right operand of the dot form: tokens as rows in k, 64-byte aligned.
 ///
 /// INT8: [`Q8_ROW_BLOCK`] bytes for each 64 k, zeros past the end. BF16: the k values rounded to BF16, zeros up to a multiple
-/// of 32, in the form that the CPU multiplies fastest ([`Bf16Form`]): as BF16, or as f32, of each 32 k first those with even k,
+/// of 32, in the form that the engine multiplies fastest ([`Bf16Form`]): as BF16, or as f32, of each 32 k first those with even k,
 /// then those with odd k.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenRows<'a> {
     /// What the weights are: BF16 or Q8_0.
     pub dtype: DType,
+    /// How BF16 rows are packed.
+    pub form: Bf16Form,
     /// Address of the first row.
     pub data: *const u8,
     /// Columns of the weights.
@@ -128,9 +130,9 @@ impl TokenRows<'_> {
     /// # Safety
     /// `tokens * token_row_bytes(dtype, k)` bytes at `data` (64-byte aligned) are readable for the view's lifetime.
     // SAFETY: contract above.
-    pub unsafe fn from_raw(dtype: DType, data: *const u8, k: usize, tokens: usize) -> Self {
+    pub unsafe fn from_raw((dtype, form): (DType, Bf16Form), data: *const u8, k: usize, tokens: usize) -> Self {
         debug_assert!(data.addr().is_multiple_of(64) && tokens > 0);
-        Self { dtype, data, k, tokens, stride: token_row_bytes(dtype, k), life: PhantomData }
+        Self { dtype, form, data, k, tokens, stride: token_row_bytes(dtype, k), life: PhantomData }
     }
 
     /// Columns `[k0, k0 + k)` of the same tokens; `k0` is a multiple of 64 for Q8_0, of 32 else, and `k` too unless the range
@@ -138,8 +140,10 @@ impl TokenRows<'_> {
     pub fn columns(&self, k0: usize, k: usize) -> Self {
         let unit = if self.dtype == DType::Q8_0 { 64 } else { 32 };
         debug_assert!(k0.is_multiple_of(unit) && k0 + k <= self.k && (k.is_multiple_of(unit) || k0 + k == self.k));
+        let before =
+            if self.dtype == DType::Q8_0 { token_row_bytes(self.dtype, k0) } else { k0 * self.form.element_bytes() };
         // SAFETY: inside the first row.
-        let data = unsafe { self.data.add(token_row_bytes(self.dtype, k0)) };
+        let data = unsafe { self.data.add(before) };
         Self { data, k, ..*self }
     }
 

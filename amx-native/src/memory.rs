@@ -5,7 +5,7 @@ use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use half::{bf16, f16};
 
 use ggml_hina::isa::Avx512;
-use ggml_hina::kernels::avx512::pack;
+use ggml_hina::kernels::Vectors;
 use ggml_hina::pack::{PANEL, Panels, panel_bytes};
 use ggml_hina::tensor::{DType, QK8_0};
 
@@ -110,7 +110,7 @@ impl Packed {
         for (p, x) in x.chunks(PANEL).enumerate() {
             let tokens: Vec<_> = x.iter().map(|x| x.as_ptr()).collect();
             // SAFETY: k values a token; a panel of the area.
-            unsafe { pack::panel(avx512, dtype, k, &tokens, area.ptr().add(p * bytes)) };
+            unsafe { avx512.panel(dtype, k, &tokens, area.ptr().add(p * bytes)) };
         }
         Self { area, dtype, k, tokens: x.len() }
     }

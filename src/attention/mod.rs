@@ -13,8 +13,8 @@ mod tests;
 mod tile;
 
 use crate::cost::Cost;
-use crate::isa::{Avx512, Isa};
-use crate::kernels::avx512::attention::merge;
+use crate::isa::Isa;
+use crate::kernels::attention::Attend;
 use crate::team::Worker;
 use crate::tensor::{DType, View, ViewMut};
 use plan::Plan;
@@ -84,7 +84,18 @@ impl<'a> FlashAttn<'a> {
     /// `scratch_bytes(w.nth())` bytes that nobody else uses until every worker has returned.
     // SAFETY: contract above.
     pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) {
-        let isa = isa.avx512();
+        // SAFETY: the caller's promise.
+        unsafe {
+            match isa {
+                Isa::Amx(amx) => self.run_on(amx.avx512(), w, scratch),
+                Isa::Avx512(avx512) => self.run_on(avx512, w, scratch),
+                Isa::Avx2(avx2) => self.run_on(avx2, w, scratch),
+            }
+        }
+    }
+
+    // SAFETY: as `run`.
+    unsafe fn run_on(&self, isa: impl Attend, w: &Worker<'_>, scratch: *mut u8) {
         let plan = &self.plan;
         // SAFETY: partial results first, then a part for each thread.
         let local = unsafe { scratch.add(plan.partial_bytes() + w.ith() * plan.thread_bytes()) };
@@ -110,7 +121,7 @@ impl<'a> FlashAttn<'a> {
 
     /// Merges the chunks of one query row.
     // SAFETY: contract: the partial results are complete, and nobody else writes this row.
-    unsafe fn merge_row(&self, isa: Avx512, row: usize, partial: *const f32) {
+    unsafe fn merge_row(&self, isa: impl Attend, row: usize, partial: *const f32) {
         let plan = &self.plan;
         let (unit, row) = (row / plan.unit_rows, row % plan.unit_rows);
         let (tile, row) = (unit * plan.tiles + row / plan.tile_rows, row % plan.tile_rows);
@@ -127,7 +138,7 @@ impl<'a> FlashAttn<'a> {
         let parts = (0..plan.chunks).map(|c| (slot(c), factor(c) * inverse));
         let to = self.params.dst.row(place.head, place.query, place.stream);
         // SAFETY: the slots are padded and aligned, the row of `dst` has `dv` elements.
-        unsafe { merge(isa, parts, plan.dv, to) };
+        unsafe { isa.merge(parts, plan.dv, to) };
     }
 
     fn sink(&self, head: usize) -> f32 {

@@ -1,7 +1,7 @@
 //! How an attention operation is cut, and where its scratch lies. Everything here follows from the shapes alone.
 
 use super::{Params, dense, is_mask};
-use crate::kernels::avx512::attention::{LANES, State, block_len};
+use crate::kernels::attention::{LANES, State, block_len};
 use crate::tensor::DType;
 
 /// Largest head size of K and of V.

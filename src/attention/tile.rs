@@ -4,16 +4,12 @@ use std::ops::Range;
 
 use super::plan::{MAX_PANELS, MAX_TILE_ROWS, Plan};
 use super::{Params, sink, slope, weight};
-use crate::isa::Avx512;
-use crate::kernels::avx512::attention::{
-    Ahead, LANES, Source, State, TILE, Weights, bias, cap, mask_bits, merge, pack, panel_lanes, panel_len, scores,
-    softmax, weigh, weigh_in_place, widen,
-};
+use crate::kernels::attention::{Ahead, Attend, LANES, Source, State, TILE, Weights, pack, panel_lanes, panel_len};
 use crate::tensor::View;
 
 /// A thread's place to work: the panels of the tile it is at, and its scratch.
-pub struct Tile<'a> {
-    isa: Avx512,
+pub struct Tile<'a, A> {
+    isa: A,
     params: &'a Params<'a>,
     plan: &'a Plan,
     /// The tile and its rows that the panels hold.
@@ -61,11 +57,11 @@ struct Block {
     masked: u32,
 }
 
-impl<'a> Tile<'a> {
+impl<'a, A: Attend> Tile<'a, A> {
     /// # Safety
     /// `scratch` is 64-byte aligned and writable for `plan.thread_bytes()` bytes, for as long as this lives.
     // SAFETY: contract above.
-    pub unsafe fn new(isa: Avx512, params: &'a Params<'a>, plan: &'a Plan, scratch: *mut f32) -> Self {
+    pub unsafe fn new(isa: A, params: &'a Params<'a>, plan: &'a Plan, scratch: *mut f32) -> Self {
         let mut at = scratch;
         let [k, v, q, s, o, states] = plan.thread_parts().map(|len| {
             let part = at;
@@ -245,7 +241,7 @@ impl<'a> Tile<'a> {
                 if row.mask != last {
                     last = row.mask;
                     // SAFETY: the caller's contract.
-                    let bits = unsafe { mask_bits(self.isa, row.mask.add(start), n) };
+                    let bits = unsafe { self.isa.mask_bits(row.mask.add(start), n) };
                     closed &= bits.closed;
                     special |= bits.closed | bits.valued;
                 }
@@ -271,10 +267,10 @@ impl<'a> Tile<'a> {
             for first in (0..block.n).step_by(LANES) {
                 // Where V has no use for it, the same 16 positions of scratch serve all of the block.
                 let to = if plan.shared { self.k.add(first / LANES * tiles * TILE) } else { self.k };
-                widen(self.isa, here(k).part(first, LANES.min(block.n - first)), to);
+                self.isa.widen(here(k).part(first, LANES.min(block.n - first)), to);
                 for (_, panel) in self.busy(block) {
                     let s = self.s.add(panel.s + first * panel.lanes);
-                    scores(self.isa, panel.lanes, self.q.add(panel.q), to, tiles, s, &mut ahead);
+                    self.isa.scores(panel.lanes, self.q.add(panel.q), to, tiles, s, &mut ahead);
                 }
             }
             for (i, panel) in self.busy(block) {
@@ -296,7 +292,7 @@ impl<'a> Tile<'a> {
         // SAFETY: the block's positions are in the view; all scratch is this thread's and sized by the plan.
         unsafe {
             if !plan.shared && !in_place {
-                widen(self.isa, v, self.v);
+                self.isa.widen(v, self.v);
             }
             for (i, panel) in self.busy(block) {
                 let w = Weights {
@@ -309,16 +305,16 @@ impl<'a> Tile<'a> {
                     tiles,
                 };
                 if in_place {
-                    weigh_in_place(self.isa, w, v, &mut ahead);
+                    self.isa.weigh_in_place(w, v, &mut ahead);
                 } else {
-                    weigh(self.isa, w, self.v, stride, &mut ahead);
+                    self.isa.weigh(w, self.v, stride, &mut ahead);
                 }
             }
         }
     }
 
     /// The panels for which the block is open.
-    fn busy(&self, block: Block) -> impl Iterator<Item = (usize, Panel)> + use<> {
+    fn busy(&self, block: Block) -> impl Iterator<Item = (usize, Panel)> + use<A> {
         let (panels, count) = (self.panels, self.count);
         (0..count).filter(move |i| block.idle >> i & 1 == 0).map(move |i| (i, panels[i]))
     }
@@ -331,17 +327,17 @@ impl<'a> Tile<'a> {
             let s = self.s.add(panel.s);
             let len = block.n.next_multiple_of(LANES) * panel.lanes;
             if self.params.logit_softcap != 0.0 {
-                cap(self.isa, self.params.logit_softcap, s, len);
+                self.isa.cap(self.params.logit_softcap, s, len);
             }
             if block.masked >> i & 1 == 1 {
                 let rows = &self.rows[panel.row..panel.row + panel.rows];
                 let rows = rows.iter().map(|r| (r.mask.add(block.start), r.slope));
-                bias(self.isa, rows, panel.lanes, block.n, s);
+                self.isa.bias(rows, panel.lanes, block.n, s);
             } else {
                 let tail = block.n * panel.lanes..len;
                 std::slice::from_raw_parts_mut(s.add(tail.start), tail.len()).fill(f32::NEG_INFINITY);
             }
-            softmax(self.isa, panel.lanes, s, len, &mut *self.states.add(i));
+            self.isa.softmax(panel.lanes, s, len, &mut *self.states.add(i));
         }
     }
 
@@ -387,7 +383,7 @@ impl<'a> Tile<'a> {
         let inverse = if sum == 0.0 { 0.0 } else { 1.0 / sum };
         let to = self.params.dst.row(p.head, p.query, p.stream);
         // SAFETY: `o` is padded and aligned, the row of `dst` has `dv` elements.
-        unsafe { merge(self.isa, std::iter::once((o, factor * inverse)), self.plan.dv, to) };
+        unsafe { self.isa.merge(std::iter::once((o, factor * inverse)), self.plan.dv, to) };
     }
 }
 

@@ -4,17 +4,25 @@
 //! *C block*: for each panel, for each row, 16 lanes of f32 (one a token), which is also how an AMX tile is stored.
 
 pub mod amx;
+pub mod attention;
+pub mod avx2;
 pub mod avx512;
 pub mod glu;
+mod passes;
 pub mod reference;
+pub mod vectors;
 
 use crate::pack::Panels;
 use crate::tensor::{DType, Rows};
+pub use vectors::{Finish, Vectors};
 
 /// Something that multiplies weight rows with panels.
 pub trait Engine: Copy + Send + Sync {
     /// Holds the thread's state (AMX: its tile configuration, saved and put back) between products of one operation.
     type Session;
+
+    /// The vector instructions that go with it.
+    type Vectors: Vectors;
 
     /// How many rows it multiplies at a time: blocks that it is given have a multiple of this, where the matrix does. A
     /// multiple of 32, so that a Q8_0 block of the next product's k lies in one of them.
@@ -23,12 +31,14 @@ pub trait Engine: Copy + Send + Sync {
     /// The same where rows need not come in blocks of 32.
     const GROUP: usize = Self::ROWS;
 
+    /// The token of the vector instructions.
+    fn vectors(self) -> Self::Vectors;
+
     /// Starts a run of products on this thread.
     fn begin(self) -> Self::Session;
 
-    /// How many of an expert's `tokens` tokens (the last ones) are better multiplied as rows, by the dot form of
-    /// [`avx512`], than as lanes of panels; at most
-    /// [`MAX_TOKEN_ROWS`](crate::pack::MAX_TOKEN_ROWS).
+    /// How many of an expert's `tokens` tokens (the last ones) are better multiplied as rows, by [`Vectors::dots`], than as
+    /// lanes of panels; at most [`MAX_TOKEN_ROWS`](crate::pack::MAX_TOKEN_ROWS).
     fn dot_tokens(self, _dtype: DType, _tokens: usize) -> usize {
         0
     }

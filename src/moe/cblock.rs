@@ -3,11 +3,8 @@
 use super::blocks::MAX_ROWS;
 use super::gather::Packed;
 use super::routing::Active;
-use crate::isa::Avx512;
-use crate::kernels::Engine;
-use crate::kernels::avx512::store::{Finish, lanes_to_panel};
-use crate::kernels::avx512::{dots, glu, pack};
 use crate::kernels::glu::Glu;
+use crate::kernels::{Engine, Finish, Vectors};
 use crate::pack::{MAX_TOKEN_ROWS, PANEL};
 use crate::tensor::{DType, Rows};
 
@@ -61,13 +58,12 @@ const _: () = assert!(MAX_TOKEN_ROWS * MAX_ROWS <= ROOM / 2 && MAX_ROWS * PANEL 
 pub struct Multiplier<E: Engine> {
     engine: E,
     session: E::Session,
-    proof: Avx512,
 }
 
 impl<E: Engine> Multiplier<E> {
     /// Starts a run of products on this thread.
-    pub fn new(engine: E, proof: Avx512) -> Self {
-        Self { engine, session: engine.begin(), proof }
+    pub fn new(engine: E) -> Self {
+        Self { engine, session: engine.begin() }
     }
 
     /// The engine.
@@ -99,7 +95,10 @@ impl<E: Engine> Multiplier<E> {
             }
             Chunk::Rows { .. } => {
                 // SAFETY: the caller's promise.
-                unsafe { dots(self.proof, rows, packed.rows(active), c, rows.n.next_multiple_of(PANEL)) };
+                unsafe {
+                    let v = self.engine.vectors();
+                    v.dots(rows, packed.rows(active, v.bf16_form()), c, rows.n.next_multiple_of(PANEL));
+                }
             }
         }
         CBlock { chunk, c, n: rows.n }
@@ -131,7 +130,7 @@ impl CBlock {
     // SAFETY: contract above.
     pub unsafe fn finish(
         &self,
-        proof: Avx512,
+        v: impl Vectors,
         finish: Finish,
         weight: impl Fn(usize) -> f32,
         row: impl Fn(usize) -> *mut f32,
@@ -145,13 +144,13 @@ impl CBlock {
                         (rows[t], weights[t]) = (row(p * PANEL + t), weight(p * PANEL + t));
                     }
                     // SAFETY: panel p of the block; the caller's rows.
-                    unsafe { finish.lanes(proof, self.c.add(p * self.n * PANEL), self.n, &rows[..count], &weights) };
+                    unsafe { v.finish_lanes(finish, self.c.add(p * self.n * PANEL), self.n, &rows[..count], &weights) };
                 }
             }
             Chunk::Rows { tokens, .. } => {
                 for t in 0..tokens {
                     // SAFETY: token t of the block; the caller's row.
-                    unsafe { finish.row(proof, self.c.add(t * self.ld()), self.n, row(t), weight(t)) };
+                    unsafe { v.finish_row(finish, self.c.add(t * self.ld()), self.n, row(t), weight(t)) };
                 }
             }
         }
@@ -162,21 +161,21 @@ impl CBlock {
     /// # Safety
     /// Both blocks are initialised and of the same rows and tokens; the biases are readable.
     // SAFETY: contract above.
-    pub unsafe fn glu(&self, proof: Avx512, kind: Glu, up: &Self, bias: [*const f32; 2]) {
+    pub unsafe fn glu(&self, v: impl Vectors, kind: Glu, up: &Self, bias: [*const f32; 2]) {
         let n = self.n;
         match self.chunk {
             Chunk::Lanes { panels, .. } => {
                 for p in 0..panels {
                     let at = p * n * PANEL;
                     // SAFETY: panel p of the blocks.
-                    unsafe { glu::lanes(proof, kind, self.c.add(at), up.c.add(at), n, bias) };
+                    unsafe { v.glu_lanes(kind, self.c.add(at), up.c.add(at), n, bias) };
                 }
             }
             Chunk::Rows { tokens, .. } => {
                 for t in 0..tokens {
                     let at = t * self.ld();
                     // SAFETY: token t of the blocks.
-                    unsafe { glu::row(proof, kind, self.c.add(at), up.c.add(at), n, bias) };
+                    unsafe { v.glu_row(kind, self.c.add(at), up.c.add(at), n, bias) };
                 }
             }
         }
@@ -190,7 +189,7 @@ impl CBlock {
     // SAFETY: contract above.
     pub unsafe fn repack(
         &self,
-        proof: Avx512,
+        v: impl Vectors,
         packed: &Packed,
         active: &Active,
         first: usize,
@@ -202,14 +201,14 @@ impl CBlock {
                 for p in 0..panels {
                     let to = packed.panel(active, panel + p);
                     // SAFETY: panel p of the block; columns of the expert's panel.
-                    unsafe { lanes_to_panel(proof, dtype, self.c.add(p * n * PANEL), n, to, first) };
+                    unsafe { v.lanes_to_panel(dtype, self.c.add(p * n * PANEL), n, to, first) };
                 }
             }
             Chunk::Rows { tokens, .. } => {
                 for t in 0..tokens {
                     let to = packed.row(active, t);
                     // SAFETY: token t of the block; columns of the expert's token row.
-                    unsafe { pack::token_row(proof, dtype, k, self.c.add(t * self.ld()), first, n, to) };
+                    unsafe { v.token_row(dtype, k, self.c.add(t * self.ld()), first, n, to) };
                 }
             }
         }

@@ -10,10 +10,9 @@ use super::nodes::{OnNodes, Segments};
 use super::routing::{Active, Ids, Pair, Routing};
 use super::{Carver, OpError, cost, on_engine};
 use crate::cost::Cost;
-use crate::isa::{Avx512, Isa};
-use crate::kernels::Engine;
-use crate::kernels::avx512::store::Finish;
+use crate::isa::Isa;
 use crate::kernels::glu::Glu;
+use crate::kernels::{Engine, Finish};
 use crate::numa::tensors::TensorPlan;
 use crate::team::Worker;
 use crate::tensor::{Rows, View, ViewMut, Weights};
@@ -91,7 +90,6 @@ struct Areas<'a> {
 /// One worker's state while it runs.
 struct Run<'a, E: Engine> {
     parts: &'a FfnParts<'a>,
-    proof: Avx512,
     areas: Areas<'a>,
     routing: Routing<'a>,
     multiplier: Multiplier<E>,
@@ -169,17 +167,11 @@ impl<'a> Ffn<'a> {
     // SAFETY: contract above.
     pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         // SAFETY: the caller's promise.
-        on_engine!(isa, |engine| unsafe { self.run_on(engine, isa.avx512(), w, scratch) })
+        on_engine!(isa, |engine| unsafe { self.run_on(engine, w, scratch) })
     }
 
     // SAFETY: as `run`.
-    unsafe fn run_on<E: Engine>(
-        &self,
-        engine: E,
-        proof: Avx512,
-        w: &Worker<'_>,
-        scratch: *mut u8,
-    ) -> Result<(), OpError> {
+    unsafe fn run_on<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let FfnParts { x, ids, gate, down, .. } = &self.parts;
         let areas = self.areas(scratch, w.ith(), w.nth());
         // Gate and down may differ in type, but a token is packed in one way for both.
@@ -199,10 +191,10 @@ impl<'a> Ffn<'a> {
         let _pinned = areas.down.or(areas.gate_up.map(|s| s[0])).and_then(|s| s.take_seat(w));
         let source = |p: Pair| x.row(p.slot as usize % x.ne[1], p.token as usize, 0).cast();
         // SAFETY: carved for this many pairs; all workers of the team are here.
-        unsafe { gather(proof, w, &routing, &source, &areas.x) };
+        unsafe { gather(engine.vectors(), w, &routing, &source, &areas.x) };
         w.barrier();
-        let multiplier = Multiplier::new(engine, proof);
-        let mut run = Run { parts: &self.parts, proof, areas, routing, multiplier };
+        let multiplier = Multiplier::new(engine);
+        let mut run = Run { parts: &self.parts, areas, routing, multiplier };
         // SAFETY: the tokens are packed; then, behind the barrier, the next product's tokens are.
         unsafe {
             run.gate_up(w);
@@ -250,11 +242,11 @@ impl<E: Engine> Run<'_, E> {
                 // tokens that are this worker's.
                 unsafe {
                     let [sg, su] = segments.map_or([None; 2], |s| s.map(Some));
-                    let x = self.areas.x;
+                    let (x, v) = (self.areas.x, self.multiplier.engine().vectors());
                     let g = self.block(sg, gate, &x, (active, first), chunk, c);
                     let u = self.block(su, up, &x, (active, first), chunk, c.add(room));
-                    g.glu(self.proof, glu, &u, bias);
-                    g.repack(self.proof, &self.areas.h, active, first, (down.dtype, down.k));
+                    g.glu(v, glu, &u, bias);
+                    g.repack(v, &self.areas.h, active, first, (down.dtype, down.k));
                 }
             }
         });
@@ -264,7 +256,7 @@ impl<E: Engine> Run<'_, E> {
     // SAFETY: as `Segments::products`.
     unsafe fn products(&self, segments: &Segments<'_>, w: &Worker<'_>, weights: &Weights<'_>, packed: &Packed) {
         // SAFETY: the caller's promise.
-        unsafe { segments.products(self.multiplier.engine(), self.proof, w, weights, &self.routing, packed) };
+        unsafe { segments.products(self.multiplier.engine(), w, weights, &self.routing, packed) };
     }
 
     /// The C block of some rows: a product, or the sum of the segments' products.
@@ -323,7 +315,7 @@ impl<E: Engine> Run<'_, E> {
                 unsafe {
                     let (segments, h, c) = (self.areas.down, self.areas.h, self.areas.c);
                     let c = self.block(segments, rows, &h, (active, first), chunk, c);
-                    c.finish(self.proof, finish, |t| self.weight(active, at.start + t), to);
+                    c.finish(self.multiplier.engine().vectors(), finish, |t| self.weight(active, at.start + t), to);
                 }
             }
         });
@@ -358,7 +350,7 @@ impl<E: Engine> Run<'_, E> {
                     unsafe {
                         let (segments, h, c) = (self.areas.down, self.areas.h, self.areas.c);
                         let c = self.block(segments, rows, &h, (a, first), chunk, c);
-                        c.finish(self.proof, finish, |t| self.weight(a, at.start + t), to);
+                        c.finish(self.multiplier.engine().vectors(), finish, |t| self.weight(a, at.start + t), to);
                     }
                 }
             }

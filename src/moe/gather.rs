@@ -2,8 +2,8 @@
 
 use super::Carver;
 use super::routing::{Active, Pair, Routing};
-use crate::isa::Avx512;
-use crate::kernels::avx512::pack;
+use crate::isa::Bf16Form;
+use crate::kernels::Vectors;
 use crate::pack::{MAX_TOKEN_ROWS, PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
 use crate::team::Worker;
 use crate::tensor::DType;
@@ -47,14 +47,14 @@ impl Packed {
         unsafe { Panels::from_raw(self.dtype, self.panel(a, p), self.k, tokens) }
     }
 
-    /// The token rows of an expert that has some.
+    /// The token rows of an expert that has some, packed in this form.
     ///
     /// # Safety
     /// As [`Packed::panels`].
     // SAFETY: contract above.
-    pub unsafe fn rows<'a>(&self, a: &Active) -> TokenRows<'a> {
+    pub unsafe fn rows<'a>(&self, a: &Active, form: Bf16Form) -> TokenRows<'a> {
         // SAFETY: as above.
-        unsafe { TokenRows::from_raw(self.dtype, self.row(a, 0), self.k, a.rows) }
+        unsafe { TokenRows::from_raw((self.dtype, form), self.row(a, 0), self.k, a.rows) }
     }
 }
 
@@ -65,7 +65,7 @@ impl Packed {
 /// workers all call this with the same routing.
 // SAFETY: contract above.
 pub unsafe fn gather(
-    proof: Avx512,
+    v: impl Vectors,
     w: &Worker<'_>,
     routing: &Routing<'_>,
     source: &impl Fn(Pair) -> *const f32,
@@ -86,13 +86,13 @@ pub unsafe fn gather(
                 let mut addresses = [std::ptr::null(); PANEL];
                 addresses.iter_mut().zip(tokens).for_each(|(a, &pair)| *a = source(pair));
                 // SAFETY: rows of x; the panel is inside the area and only this worker's.
-                unsafe { pack::panel(proof, dtype, k, &addresses[..tokens.len()], packed.panel(a, p)) };
+                unsafe { v.panel(dtype, k, &addresses[..tokens.len()], packed.panel(a, p)) };
             }
         }
         for (j, &pair) in rows.iter().enumerate() {
             if share.contains(&(a.first + lanes.len() + j)) {
                 // SAFETY: as above.
-                unsafe { pack::token_row(proof, dtype, k, source(pair), 0, k, packed.row(a, j)) };
+                unsafe { v.token_row(dtype, k, source(pair), 0, k, packed.row(a, j)) };
             }
         }
     }

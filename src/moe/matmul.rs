@@ -7,9 +7,8 @@ use super::nodes::{OnNodes, Segments};
 use super::routing::{Ids, Pair, Routing};
 use super::{Carver, OpError, cost, on_engine};
 use crate::cost::Cost;
-use crate::isa::{Avx512, Isa};
-use crate::kernels::Engine;
-use crate::kernels::avx512::store::Finish;
+use crate::isa::Isa;
+use crate::kernels::{Engine, Finish};
 use crate::numa::tensors::TensorPlan;
 use crate::team::Worker;
 use crate::tensor::{View, ViewMut, Weights};
@@ -74,7 +73,7 @@ impl<'a> MulMatId<'a> {
             to: |p: Pair| self.dst.row(p.slot as usize, p.token as usize, 0),
         };
         // SAFETY: the caller's promise.
-        on_engine!(isa, |engine| unsafe { product.run(engine, isa.avx512(), w, scratch) })
+        on_engine!(isa, |engine| unsafe { product.run(engine, w, scratch) })
     }
 }
 
@@ -145,7 +144,7 @@ impl<'a> MulMat<'a> {
             to: |p: Pair| self.dst.row(p.token as usize, p.slot as usize % ne2, p.slot as usize / ne2),
         };
         // SAFETY: the caller's promise.
-        on_engine!(isa, |engine| unsafe { product.run(engine, isa.avx512(), w, scratch) })
+        on_engine!(isa, |engine| unsafe { product.run(engine, w, scratch) })
     }
 }
 
@@ -195,7 +194,7 @@ where
     To: Fn(Pair) -> *mut f32,
 {
     // SAFETY: as `MulMatId::run`.
-    unsafe fn run<E: Engine>(&self, engine: E, proof: Avx512, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
+    unsafe fn run<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.nodes, (w.ith(), w.nth()));
         let segments = areas.segments;
         let _pinned = segments.and_then(|s| s.take_seat(w));
@@ -204,15 +203,15 @@ where
         // SAFETY: a piece of the scratch for this worker alone.
         let routing = unsafe { Routing::build(&self.expert, shape, dot_tokens, areas.routing) }?;
         // SAFETY: carved for this many pairs; all workers of the team are here.
-        unsafe { gather(proof, w, &routing, &self.source, &areas.packed) };
+        unsafe { gather(engine.vectors(), w, &routing, &self.source, &areas.packed) };
         w.barrier();
         if let Some(segments) = &segments {
             // SAFETY: packed and seated before the barrier.
-            unsafe { segments.products(engine, proof, w, &self.w, &routing, &areas.packed) };
+            unsafe { segments.products(engine, w, &self.w, &routing, &areas.packed) };
             w.barrier();
         }
         let blocks = Blocks::new(self.w, &routing, w.nth(), E::ROWS);
-        let mut multiplier = Multiplier::new(engine, proof);
+        let mut multiplier = Multiplier::new(engine);
         let finish = Finish { bias: std::ptr::null(), add: false };
         each(w, blocks.count(), |block, next| {
             let (active, rows, first) = blocks.get(block);
@@ -227,7 +226,7 @@ where
                         Some(segments) => segments.block(active, (first, rows.n), chunk, areas.c),
                         None => multiplier.product(rows, &areas.packed, active, chunk, areas.c),
                     };
-                    c.finish(proof, finish, |_| 1.0, to);
+                    c.finish(engine.vectors(), finish, |_| 1.0, to);
                 }
             }
         });

@@ -78,6 +78,7 @@ macro_rules! on_engine {
                 $run
             }
             $crate::isa::Isa::Avx512($engine) => $run,
+            $crate::isa::Isa::Avx2($engine) => $run,
         }
     };
 }

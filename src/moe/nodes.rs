@@ -4,8 +4,7 @@ use super::Carver;
 use super::cblock::{CBlock, Chunk};
 use super::gather::Packed;
 use super::routing::{Active, Routing};
-use crate::isa::Avx512;
-use crate::kernels::Engine;
+use crate::kernels::{Engine, Vectors};
 use crate::numa::segments::{Tokens, Use, Uses, products, sum_lanes, sum_rows};
 use crate::numa::tally::Tally;
 use crate::numa::tensors::{MAX_TOKENS, Numa, TensorPlan};
@@ -89,7 +88,6 @@ impl<'a> Segments<'a> {
     pub unsafe fn products<E: Engine>(
         &self,
         engine: E,
-        proof: Avx512,
         worker: &Worker<'_>,
         w: &Weights<'_>,
         routing: &Routing<'_>,
@@ -104,7 +102,7 @@ impl<'a> Segments<'a> {
             let a = &routing.active[i];
             Tokens {
                 panels: (a.panels() > 0).then(|| packed.panels(a, 0, a.panels())),
-                rows: (a.rows > 0).then(|| (proof, packed.rows(a))),
+                rows: (a.rows > 0).then(|| packed.rows(a, engine.vectors().bf16_form())),
             }
         };
         // SAFETY: carved for any routing; the caller's promise for the rest.

@@ -10,9 +10,7 @@ use std::ops::Range;
 use super::NodeId;
 use super::plan::{BLOCK_ROWS, Part, Plan};
 use super::threads::{Duty, MAX_NODES};
-use crate::isa::Avx512;
-use crate::kernels::Engine;
-use crate::kernels::avx512::dots;
+use crate::kernels::{Engine, Vectors};
 use crate::pack::{MAX_TOKEN_ROWS, PANEL, Panels, TokenRows};
 use crate::tensor::{Rows, Weights};
 
@@ -113,7 +111,7 @@ pub struct Tokens<'a> {
     /// Its panels, if it has some.
     pub panels: Option<Panels<'a>>,
     /// Its token rows, if it has some.
-    pub rows: Option<(Avx512, TokenRows<'a>)>,
+    pub rows: Option<TokenRows<'a>>,
 }
 
 /// All parts of one worker: the partial sums of what falls to it. Behind a barrier they can be added.
@@ -188,15 +186,15 @@ unsafe fn product<E: Engine>(
                 engine.product(session, here, panels.columns(k0, k), c, i > 0);
             }
         }
-        if let Some((proof, xs)) = &tokens.rows {
+        if let Some(xs) = &tokens.rows {
             debug_assert_eq!(xs.tokens, u.rows);
             // SAFETY: the part's sums of the token rows in the buffer; views of the same columns.
             unsafe {
                 let y = partial.add(u.rows_at + slot * u.rows);
                 if i == 0 {
-                    dots(*proof, here, xs.columns(k0, k), y, here.n);
+                    engine.vectors().dots(here, xs.columns(k0, k), y, here.n);
                 } else {
-                    add_dots(*proof, here, xs.columns(k0, k), y);
+                    add_dots(engine.vectors(), here, xs.columns(k0, k), y);
                 }
             }
         }
@@ -206,14 +204,14 @@ unsafe fn product<E: Engine>(
 /// `y[token * rows.n + row] += …`: the dot form for a further range of columns.
 ///
 /// # Safety
-/// As [`dots`], with `ld` = `rows.n`, which is at most [`BLOCK_ROWS`].
+/// As [`Vectors::dots`], with `ld` = `rows.n`, which is at most [`BLOCK_ROWS`].
 // SAFETY: contract above.
-unsafe fn add_dots(proof: Avx512, rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32) {
+unsafe fn add_dots(v: impl Vectors, rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32) {
     let mut more = [0f32; MAX_TOKEN_ROWS * BLOCK_ROWS];
     let len = xs.tokens * rows.n;
     // SAFETY: `more` has room for all tokens and rows, `y` too by contract.
     let y = unsafe {
-        dots(proof, rows, xs, more.as_mut_ptr(), rows.n);
+        v.dots(rows, xs, more.as_mut_ptr(), rows.n);
         std::slice::from_raw_parts_mut(y, len)
     };
     y.iter_mut().zip(&more).for_each(|(y, m)| *y += m);

@@ -10,7 +10,7 @@ pub mod tile;
 use std::arch::asm;
 
 use super::Engine;
-use crate::isa::Amx;
+use crate::isa::{Amx, Avx512};
 use crate::pack::Panels;
 use crate::tensor::{DType, Rows};
 
@@ -49,9 +49,14 @@ impl AmxEngine {
 
 impl Engine for AmxEngine {
     type Session = tile::Session;
+    type Vectors = Avx512;
 
     /// Four tiles to a panel load, or two by two.
     const ROWS: usize = 64;
+
+    fn vectors(self) -> Avx512 {
+        self.0.avx512()
+    }
 
     fn begin(self) -> tile::Session {
         tile::Session::begin(self.0)

@@ -6,7 +6,7 @@ use super::tile::{Config, Session};
 use super::{AmxEngine, Tiling};
 use crate::isa::Amx;
 use crate::kernels::Engine;
-use crate::kernels::avx512::pack;
+use crate::kernels::Vectors;
 use crate::kernels::reference::{magnitudes, matvec, nmse, nmse_against};
 use crate::pack::{PANEL, Panels, panel_bytes};
 use crate::tensor::{DType, QK8_0, Weights};
@@ -18,7 +18,7 @@ fn panels(amx: Amx, dtype: DType, k: usize, x: &[Vec<f32>]) -> Aligned {
     for (p, x) in x.chunks(PANEL).enumerate() {
         let tokens: Vec<_> = x.iter().map(|x| x.as_ptr()).collect();
         // SAFETY: k values a token; a panel of the area.
-        unsafe { pack::panel(amx.avx512(), dtype, k, &tokens, area.ptr().add(p * bytes)) };
+        unsafe { amx.avx512().panel(dtype, k, &tokens, area.ptr().add(p * bytes)) };
     }
     area
 }

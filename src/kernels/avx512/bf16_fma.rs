@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::transpose::sums4;
-use super::{Ahead, DotPass, dots_by_passes, even_group};
+use crate::kernels::passes::{Ahead, DotPass, dots_by_passes, even_group};
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
 

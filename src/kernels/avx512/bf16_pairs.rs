@@ -6,8 +6,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Ahead, DotPass, dots_by_passes, even_group};
 use crate::kernels::avx512::transpose::sums4;
+use crate::kernels::passes::{Ahead, DotPass, dots_by_passes, even_group};
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
 

@@ -2,34 +2,12 @@
 
 use std::arch::x86_64::*;
 
-use crate::isa::Avx512;
 use crate::kernels::glu::Glu;
 use crate::pack::PANEL;
 
-/// `gate[i] = glu(gate[i] + gate_bias, up[i] + up_bias)` for a C block of panels: `n` vectors, a weight row each. A bias is
-/// one value for each row, or null.
-///
-/// # Safety
-/// `gate` is writable and `up` readable for `n * 16` f32, both 64-byte aligned; biases are readable for `n` f32 or null.
-// SAFETY: contract above.
-pub unsafe fn lanes(_proof: Avx512, glu: Glu, gate: *mut f32, up: *const f32, n: usize, bias: [*const f32; 2]) {
-    // SAFETY: the token proves the features; the rest is the caller's promise.
-    unsafe { lanes_on(glu, gate, up, n, bias) }
-}
-
-/// The same for one token's row of a C block: `n` values; a bias is one value for each of them.
-///
-/// # Safety
-/// `gate` is writable and `up` readable for `n` f32; biases are readable for `n` f32 or null.
-// SAFETY: contract above.
-pub unsafe fn row(_proof: Avx512, glu: Glu, gate: *mut f32, up: *const f32, n: usize, bias: [*const f32; 2]) {
-    // SAFETY: the token proves the features; the rest is the caller's promise.
-    unsafe { row_on(glu, gate, up, n, bias) }
-}
-
 #[target_feature(enable = "avx512f,avx512dq,fma")]
-// SAFETY: as `lanes`.
-unsafe fn lanes_on(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
+// SAFETY: contract of `Vectors::glu_lanes`, on a CPU with the features.
+pub unsafe fn lanes(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
     // SAFETY: values below n.
     let bias = |b: *const f32, i: usize| unsafe {
         if b.is_null() { _mm512_setzero_ps() } else { _mm512_set1_ps(b.add(i).read_unaligned()) }
@@ -45,8 +23,8 @@ unsafe fn lanes_on(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bia
 }
 
 #[target_feature(enable = "avx512f,avx512dq,fma")]
-// SAFETY: as `row`.
-unsafe fn row_on(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
+// SAFETY: contract of `Vectors::glu_row`, on a CPU with the features.
+pub unsafe fn row(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
     for i in (0..n).step_by(PANEL) {
         let mask = if n - i >= PANEL { !0 } else { (1u16 << (n - i)) - 1 };
         // SAFETY: values i .. n under the mask.
@@ -157,6 +135,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::isa::Avx512;
+    use crate::kernels::Vectors;
 
     const ALL: [Glu; 7] = [
         Glu::ReGlu,
@@ -171,7 +151,7 @@ mod tests {
     fn vector(isa: Avx512, glu: Glu, g: &[f32], u: &[f32]) -> Vec<f32> {
         let mut out = g.to_vec();
         // SAFETY: both have g.len() values.
-        unsafe { row(isa, glu, out.as_mut_ptr(), u.as_ptr(), g.len(), [std::ptr::null(); 2]) };
+        unsafe { isa.glu_row(glu, out.as_mut_ptr(), u.as_ptr(), g.len(), [std::ptr::null(); 2]) };
         out
     }
 

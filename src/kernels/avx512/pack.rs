@@ -3,17 +3,12 @@
 use std::arch::x86_64::*;
 
 use super::transpose::transpose16;
-use crate::isa::{Avx512, Bf16Form};
+use crate::isa::Bf16Form;
 use crate::pack::{PANEL, Q8_PANEL_BLOCK, Q8_ROW_BLOCK};
 use crate::tensor::{DType, QK8_0};
 
-/// Packs up to 16 tokens as one panel; missing tokens become zeros.
-///
-/// # Safety
-/// Each address in `tokens` (at most 16) is readable for `k` f32; `panel` is 64-byte aligned and writable for
-/// `panel_bytes(dtype, k)`.
-// SAFETY: contract above.
-pub unsafe fn panel(_proof: Avx512, dtype: DType, k: usize, tokens: &[*const f32], panel: *mut u8) {
+// SAFETY: contract of `Vectors::panel`, on a CPU with the features.
+pub unsafe fn panel(dtype: DType, k: usize, tokens: &[*const f32], panel: *mut u8) {
     debug_assert!(tokens.len() <= PANEL && panel.addr().is_multiple_of(64));
     match dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.
@@ -24,13 +19,8 @@ pub unsafe fn panel(_proof: Avx512, dtype: DType, k: usize, tokens: &[*const f32
     }
 }
 
-/// Packs elements `[first, first + n)` of a token as that part of its row: all of it, or what a block of weight rows made.
-/// `first` is a multiple of 32, and `n` too but at the end of `k`, where zeros fill the row's last unit.
-///
-/// # Safety
-/// `x`, the element `first`, is readable for `n` f32; `row` is 64-byte aligned and writable for `token_row_bytes(dtype, k)`.
-// SAFETY: contract above.
-pub unsafe fn token_row(_proof: Avx512, dtype: DType, k: usize, x: *const f32, first: usize, n: usize, row: *mut u8) {
+// SAFETY: contract of `Vectors::token_row`, on a CPU with the features.
+pub unsafe fn token_row(dtype: DType, k: usize, x: *const f32, first: usize, n: usize, row: *mut u8) {
     debug_assert!(row.addr().is_multiple_of(64) && first.is_multiple_of(32) && first + n <= k);
     match dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::{bf16_fma, bf16_pairs, int8, pack};
 use crate::isa::{Avx512, Bf16Form};
+use crate::kernels::Vectors;
 use crate::kernels::reference::{magnitudes, matvec};
 use crate::pack::{PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
 use crate::tensor::{DType, Rows, Weights};
@@ -40,7 +41,7 @@ fn products(isa: Avx512, w: &Weights<'_>, x: &[Vec<f32>]) -> Vec<Vec<Vec<f32>>> 
     for (p, chunk) in x.chunks(PANEL).enumerate() {
         let addresses: Vec<_> = chunk.iter().map(|x| x.as_ptr()).collect();
         // SAFETY: the area has the size its layout asks for.
-        unsafe { pack::panel(isa, w.dtype, k, &addresses, px.ptr().add(p * panel_bytes(w.dtype, k))) };
+        unsafe { isa.panel(w.dtype, k, &addresses, px.ptr().add(p * panel_bytes(w.dtype, k))) };
     }
     let mut all = vec![];
     for (form, product, dots) in forms(w.dtype) {
@@ -55,11 +56,11 @@ fn products(isa: Avx512, w: &Weights<'_>, x: &[Vec<f32>]) -> Vec<Vec<Vec<f32>>> 
                 let row = rx.ptr().add(t * stride);
                 match w.dtype {
                     DType::Bf16 => pack::row_bf16(form, x.as_ptr(), 0, k, row),
-                    dtype => pack::token_row(isa, dtype, k, x.as_ptr(), 0, k, row),
+                    dtype => isa.token_row(dtype, k, x.as_ptr(), 0, k, row),
                 }
             }
             product(rows, Panels::from_raw(w.dtype, px.ptr(), k, tokens), c.ptr().cast(), false);
-            let mut xs = TokenRows::from_raw(w.dtype, rx.ptr(), k, tokens);
+            let mut xs = TokenRows::from_raw((w.dtype, form), rx.ptr(), k, tokens);
             xs.stride = stride;
             dots(rows, xs, y.as_mut_ptr(), n + 3);
         }
@@ -149,7 +150,7 @@ fn a_product_in_two_parts_is_the_whole() {
         unsafe {
             for (p, chunk) in x.chunks(PANEL).enumerate() {
                 let addresses: Vec<_> = chunk.iter().map(|x| x.as_ptr()).collect();
-                pack::panel(isa, dtype, k, &addresses, px.ptr().add(p * panel_bytes(dtype, k)));
+                isa.panel(dtype, k, &addresses, px.ptr().add(p * panel_bytes(dtype, k)));
             }
             let px = Panels::from_raw(dtype, px.ptr(), k, tokens);
             let rows = w.rows(0, 0, n);

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::isa::{Avx2, Avx512};
 use crate::kernels::amx::AmxEngine;
 use crate::kernels::reference::{self, Reference, magnitudes, matvec, nmse_against, pack_panel};
 use crate::numa::placement::Placement;
@@ -24,7 +25,6 @@ struct Case {
     /// How many of the tokens, the last ones, are rows.
     rows: usize,
     packed: Aligned,
-    packed_rows: Aligned,
 }
 
 impl Case {
@@ -43,17 +43,7 @@ impl Case {
         for (panel, x) in area.chunks_mut(panel_bytes(dtype, k)).zip(x[..lanes].chunks(PANEL)) {
             pack_panel(dtype, k, &x.iter().map(Vec::as_slice).collect::<Vec<_>>(), panel);
         }
-        let packed_rows = Aligned::new(rows * token_row_bytes(dtype, k));
-        if let Some(isa) = Avx512::detect() {
-            for (j, x) in x[lanes..].iter().enumerate() {
-                // SAFETY: k values, and room for each token's row.
-                unsafe {
-                    let row = packed_rows.ptr().add(j * token_row_bytes(dtype, k));
-                    crate::kernels::avx512::pack::token_row(isa, dtype, k, x.as_ptr(), 0, k, row);
-                }
-            }
-        }
-        Self { dtype, shape, bytes, offset, x, rows, packed, packed_rows }
+        Self { dtype, shape, bytes, offset, x, rows, packed }
     }
 
     fn weights(&self) -> Weights<'_> {
@@ -67,15 +57,28 @@ impl Case {
         self.x.len() - self.rows
     }
 
-    fn tokens(&self) -> Tokens<'_> {
+    /// The tokens that are rows, packed.
+    fn packed_rows(&self, v: impl Vectors) -> Aligned {
         let k = self.shape[0];
-        // SAFETY: packed by `new`.
+        let packed = Aligned::new(self.rows * token_row_bytes(self.dtype, k));
+        for (j, x) in self.x[self.lanes()..].iter().enumerate() {
+            // SAFETY: k values, and room for each token's row.
+            unsafe {
+                let row = packed.ptr().add(j * token_row_bytes(self.dtype, k));
+                v.token_row(self.dtype, k, x.as_ptr(), 0, k, row);
+            }
+        }
+        packed
+    }
+
+    fn tokens<'a>(&'a self, v: impl Vectors, rows: &'a Aligned) -> Tokens<'a> {
+        let (k, form) = (self.shape[0], (self.dtype, v.bf16_form()));
+        // SAFETY: packed by `new` and `packed_rows`.
         unsafe {
             let panels = |lanes| Panels::from_raw(self.dtype, self.packed.ptr(), k, lanes);
-            let rows = |isa| (isa, TokenRows::from_raw(self.dtype, self.packed_rows.ptr(), k, self.rows));
             Tokens {
                 panels: (self.lanes() > 0).then(|| panels(self.lanes())),
-                rows: if self.rows > 0 { Avx512::detect().map(rows) } else { None },
+                rows: (self.rows > 0).then(|| TokenRows::from_raw(form, rows.ptr(), k, self.rows)),
             }
         }
     }
@@ -103,13 +106,15 @@ impl Case {
         };
         let uses = Uses { count: w.experts, of };
         let partial = Aligned::new((lanes + w.experts * plan.slots() * self.rows) * 4);
+        let packed = self.packed_rows(engine.vectors());
+        let tokens = |_| self.tokens(engine.vectors(), &packed);
         team::run(places.len(), |worker| {
             seats.take(worker.ith(), places[worker.ith()]);
             worker.barrier();
             let duty = Duty::new(&uses.bytes(&ids), &seats, &near, (worker.ith(), worker.nth()));
             let node = ids[places[worker.ith()]];
             // SAFETY: the buffer has room for all uses; all workers have the same seats.
-            unsafe { products(engine, &w, &uses, (&ids, node, &duty), |_| self.tokens(), partial.ptr().cast()) };
+            unsafe { products(engine, &w, &uses, (&ids, node, &duty), tokens, partial.ptr().cast()) };
         });
         uses.iter().map(|u| self.sums(&u, partial.ptr().cast())).collect()
     }
@@ -140,7 +145,8 @@ impl Case {
     /// The plain product of an expert: `[token][n]`.
     fn plain<E: Engine>(&self, engine: E, expert: usize) -> Vec<f32> {
         let n = self.shape[1];
-        let (rows, tokens) = (self.weights().rows(expert, 0, n), self.tokens());
+        let packed = self.packed_rows(engine.vectors());
+        let (rows, tokens) = (self.weights().rows(expert, 0, n), self.tokens(engine.vectors(), &packed));
         let mut y = vec![f32::NAN; self.x.len() * n];
         // SAFETY: the C block and y have the room.
         unsafe {
@@ -151,8 +157,8 @@ impl Case {
                     *y = c.f32()[(at / n / PANEL * n + at % n) * PANEL + at / n % PANEL];
                 }
             }
-            if let Some((isa, xs)) = tokens.rows {
-                dots(isa, rows, xs, y.as_mut_ptr().add(self.lanes() * n), n);
+            if let Some(xs) = tokens.rows {
+                engine.vectors().dots(rows, xs, y.as_mut_ptr().add(self.lanes() * n), n);
             }
         }
         y
@@ -195,13 +201,16 @@ fn check_all(
     places: &[usize],
     amx: bool,
 ) -> Result<(), TestCaseError> {
-    if case.rows == 0 {
-        case.check(Reference, placement, nodes, places)?;
-    }
+    case.check(Reference, placement, nodes, places)?;
     if let Some(isa) = Avx512::detect() {
         case.check(isa, placement, nodes, places)?;
     } else {
         println!("skipped: this CPU has no AVX-512 BF16 and VNNI");
+    }
+    if let Some(isa) = Avx2::detect() {
+        case.check(isa, placement, nodes, places)?;
+    } else {
+        println!("skipped: this CPU has no AVX2");
     }
     if amx
         && case.rows == 0
@@ -245,7 +254,6 @@ proptest! {
     ) {
         let dtype = if q8 { DType::Q8_0 } else { DType::Bf16 };
         let k = granules * 32 - if q8 { 0 } else { tail };
-        let rows = if Avx512::detect().is_some() { rows } else { 0 };
         let case = Case::new(dtype, [k, n, experts], (lanes.max(usize::from(rows == 0)), rows), seed);
         let places: Vec<usize> = places.iter().map(|p| p % nodes).collect();
         check_all(&case, &placement(&case, rule, run, nodes), nodes, &places, seed % 8 == 0)?;

@@ -2,28 +2,14 @@
 
 use std::arch::x86_64::*;
 
-use super::LANES;
-use crate::isa::Avx512;
+use crate::kernels::attention::{LANES, MaskBits};
 use crate::kernels::avx512::transpose::transpose16;
 
 /// Minus infinity as F16: a position with this mask value takes no part.
 const CLOSED: i16 = 0xfc00_u16 as i16;
 
-/// What a mask row says about up to 64 positions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MaskBits {
-    /// Bit `i` set: position `i` is closed (its value is -Inf).
-    pub closed: u64,
-    /// Bit `i` set: the value is neither closed nor zero, so that it has to be added.
-    pub valued: u64,
-}
-
-/// Looks at `n <= 64` F16 values of a mask row.
-///
-/// # Safety
-/// `n` F16 values at `mask` are readable, at any alignment.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn mask_bits(_: Avx512, mask: *const u16, n: usize) -> MaskBits {
+// SAFETY: contract of `Attend::mask_bits`, on a CPU with the features.
+pub unsafe fn mask_bits(mask: *const u16, n: usize) -> MaskBits {
     // SAFETY: the caller's contract.
     unsafe { bits(mask, n) }
 }
@@ -44,17 +30,8 @@ unsafe fn bits(mask: *const u16, n: usize) -> MaskBits {
     out
 }
 
-/// Adds `slope * mask` to the scores `s[position * lanes + row]`; a closed position gets exactly -Inf, whatever its score.
-///
-/// `rows` are each row's mask values at position 0 of the block, with its ALiBi slope (more than 0). Positions from `n` up
-/// to the next 16 are closed; lanes past the last row keep their scores there and everywhere else.
-///
-/// # Safety
-/// `n` F16 values of each row are readable, at any alignment; at most `lanes` rows; `s` has `n` (rounded up to 16)
-/// `* lanes` f32, 64-byte aligned.
-// SAFETY: contract above; the token proves the features.
+// SAFETY: contract of `Attend::bias`, on a CPU with the features.
 pub unsafe fn bias(
-    _: Avx512,
     rows: impl ExactSizeIterator<Item = (*const u16, f32)> + Clone,
     lanes: usize,
     n: usize,
@@ -92,7 +69,8 @@ unsafe fn add(rows: impl ExactSizeIterator<Item = (*const u16, f32)> + Clone, la
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::isa::Avx512;
+    use crate::kernels::attention::Attend;
     use half::f16;
 
     #[test]
@@ -102,7 +80,7 @@ mod tests {
         for n in 1..=64 {
             let row: Vec<u16> = (0..n).map(|i| f16::from_f32(value(i)).to_bits()).collect();
             // SAFETY: `n` values.
-            let got = unsafe { mask_bits(isa, row.as_ptr(), n) };
+            let got = unsafe { isa.mask_bits(row.as_ptr(), n) };
             let bits = |f: fn(f32) -> bool| (0..n).fold(0, |b, i| b | u64::from(f(value(i))) << i);
             assert_eq!(got.closed, bits(|x| x == f32::NEG_INFINITY));
             assert_eq!(got.valued, bits(|x| x == -1.5));
@@ -126,7 +104,7 @@ mod tests {
         s.0[5 * lanes] = f32::NAN; // row 0, position 5: closed
         let rows = mask.iter().enumerate().map(|(r, m)| (m.as_ptr(), 1.0 + r as f32));
         // SAFETY: five rows of `n` values, `s` has 48 positions of 8 lanes.
-        unsafe { bias(isa, rows, lanes, n, s.0.as_mut_ptr()) };
+        unsafe { isa.bias(rows, lanes, n, s.0.as_mut_ptr()) };
         for p in 0..48 {
             for r in 0..lanes {
                 let want = match (r, p) {

@@ -2,25 +2,10 @@
 
 use std::arch::x86_64::*;
 
-use super::{Ahead, LANES, TILE, with_lanes};
-use crate::isa::Avx512;
+use crate::kernels::attention::{Ahead, LANES, TILE, with_lanes};
 
-/// `s[position * lanes + row] = q[row] . k[position]` for 16 positions.
-///
-/// `tiles` is the number of 16-element tiles of a row (`d / 16`, rounded up).
-///
-/// # Safety
-/// `panel` is `lanes * tiles * 16` f32, `block` is `tiles` tiles, `s` has `16 * lanes` f32; all 64-byte aligned.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn scores(
-    _: Avx512,
-    lanes: usize,
-    panel: *const f32,
-    block: *const f32,
-    tiles: usize,
-    s: *mut f32,
-    ahead: &mut Ahead,
-) {
+// SAFETY: contract of `Attend::scores`, on a CPU with the features.
+pub unsafe fn scores(lanes: usize, panel: *const f32, block: *const f32, tiles: usize, s: *mut f32, ahead: &mut Ahead) {
     // SAFETY: the caller's contract.
     unsafe { with_lanes!(lanes, run(panel, block, tiles, s, ahead)) }
 }

@@ -3,37 +3,10 @@
 use std::arch::x86_64::*;
 
 use super::exp::{exp, tanh};
-use super::{LANES, with_lanes};
-use crate::isa::Avx512;
+use crate::kernels::attention::{LANES, State, with_lanes};
 
-/// Maximum, sum and last rescaling of the rows of a panel. Lane `i` belongs to row `i % lanes`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
-pub struct State {
-    /// Largest score so far; -Inf when there was none. The same in every lane of a row.
-    pub max: [f32; LANES],
-    /// Sum of the weights so far, relative to `max`: a row's sum is that of its lanes.
-    pub sum: [f32; LANES],
-    /// What the last block's new maximum scaled earlier weights by. The same in every lane of a row.
-    pub rescale: [f32; LANES],
-}
-
-impl State {
-    /// Before the first block.
-    pub const EMPTY: Self = Self { max: [f32::NEG_INFINITY; LANES], sum: [0.0; LANES], rescale: [1.0; LANES] };
-
-    /// The sum of `row`'s weights.
-    pub fn row_sum(&self, lanes: usize, row: usize) -> f32 {
-        self.sum.iter().skip(row).step_by(lanes).sum()
-    }
-}
-
-/// `s = cap * tanh(s)` for `len` scores: the soft limit of Gemma 2 (the scores come divided by `cap`).
-///
-/// # Safety
-/// `len` is a multiple of 16; `s` is 64-byte aligned and has `len` f32.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn cap(_: Avx512, cap: f32, s: *mut f32, len: usize) {
+// SAFETY: contract of `Attend::cap`, on a CPU with the features.
+pub unsafe fn cap(cap: f32, s: *mut f32, len: usize) {
     #[target_feature(enable = "avx512f,avx512dq")]
     // SAFETY: `cap`'s contract.
     unsafe fn run(cap: f32, s: *mut f32, len: usize) {
@@ -46,14 +19,8 @@ pub unsafe fn cap(_: Avx512, cap: f32, s: *mut f32, len: usize) {
     unsafe { run(cap, s, len) }
 }
 
-/// Turns `len` scores `s[position * lanes + row]` into weights `e^(s - max)` in place and moves `state` on.
-///
-/// A score of -Inf weighs 0, also where a row has no other; NaN gives NaN.
-///
-/// # Safety
-/// `len` is a multiple of `16 * lanes`, more than 0; `s` is 64-byte aligned and has `len` f32.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn softmax(_: Avx512, lanes: usize, s: *mut f32, len: usize, state: &mut State) {
+// SAFETY: contract of `Attend::softmax`, on a CPU with the features.
+pub unsafe fn softmax(lanes: usize, s: *mut f32, len: usize, state: &mut State) {
     // SAFETY: the caller's contract.
     unsafe { with_lanes!(lanes, run(s, len, state)) }
 }

@@ -3,52 +3,22 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::widen::{Bf16, F16, F32, Load, Q8, Source};
-use super::{Ahead, LANES, TILE};
-use crate::isa::Avx512;
+use super::widen::{Bf16, F16, F32, Load, Q8};
+use crate::kernels::attention::{Ahead, LANES, Source, TILE, Weights};
 use crate::tensor::DType;
 
 /// Rows that share a pass over V.
 const ROWS: usize = 8;
 
-/// The weights of a panel's rows and where their sums go.
-#[derive(Clone, Copy, Debug)]
-pub struct Weights {
-    /// `p[position * lanes + row]`.
-    pub p: *const f32,
-    /// Lanes of the panel.
-    pub lanes: usize,
-    /// Rows, at most `lanes`.
-    pub rows: usize,
-    /// Positions.
-    pub n: usize,
-    /// What to multiply each row's earlier sums by.
-    pub rescale: *const f32,
-    /// The sums: `tiles * 16` f32 for each row.
-    pub o: *mut f32,
-    /// 16-element tiles of a V row.
-    pub tiles: usize,
-}
-
-/// `o[row] = o[row] * rescale[row] + sum over positions of p[position][row] * v[position]`, with V in a block whose rows have
-/// `stride >= w.tiles` tiles.
-///
-/// # Safety
-/// `w.p` has `w.n` (rounded up to 16) positions, `block` too; `w.rescale` has `w.rows` f32; block and sums are 64-byte
-/// aligned.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn weigh(_: Avx512, w: Weights, block: *const f32, stride: usize, ahead: &mut Ahead) {
+// SAFETY: contract of `Attend::weigh`, on a CPU with the features.
+pub unsafe fn weigh(w: Weights, block: *const f32, stride: usize, ahead: &mut Ahead) {
     let w = Weights { n: w.n.next_multiple_of(LANES), ..w };
     // SAFETY: the caller's contract.
     unsafe { all(w, Widened { block, stride }, ahead) }
 }
 
-/// As [`weigh`], with V where the cache has it: for few rows, where a block would be written for one or two uses.
-///
-/// # Safety
-/// As [`weigh`], with all of the source's rows readable and open, `source.rows == w.n` and `source.d == w.tiles * 16`.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn weigh_in_place(_: Avx512, w: Weights, source: Source, ahead: &mut Ahead) {
+// SAFETY: contract of `Attend::weigh_in_place`, on a CPU with the features.
+pub unsafe fn weigh_in_place(w: Weights, source: Source, ahead: &mut Ahead) {
     debug_assert!(source.rows == w.n && source.d == w.tiles * LANES && source.closed == 0);
     let Source { data, stride, .. } = source;
     // SAFETY: the caller's contract.
@@ -221,13 +191,8 @@ unsafe fn add<const R: usize, const N: usize, V: Values>(
     }
 }
 
-/// `to[i] = sum over parts of factor * part[i]` for `n` f32, in the order of the parts. A part with factor 0 is not read.
-///
-/// # Safety
-/// Each part whose factor is not 0 has `n` (rounded up to 16) readable f32, 64-byte aligned; `to` is writable for `n` f32,
-/// at any alignment.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn merge(_: Avx512, parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {
+// SAFETY: contract of `Attend::merge`, on a CPU with the features.
+pub unsafe fn merge(parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {
     #[target_feature(enable = "avx512f")]
     // SAFETY: `merge`'s contract.
     unsafe fn run(parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {

@@ -2,43 +2,11 @@
 
 use std::arch::x86_64::*;
 
-use super::{LANES, TILE};
-use crate::isa::Avx512;
+use crate::kernels::attention::{LANES, Source, TILE};
 use crate::tensor::{DType, Q8_0_BYTES};
 
-/// Rows of the cache to widen.
-#[derive(Clone, Copy, Debug)]
-pub struct Source {
-    /// Element type.
-    pub dtype: DType,
-    /// Address of the first row.
-    pub data: *const u8,
-    /// Bytes from a row to the next.
-    pub stride: usize,
-    /// Rows, at most 64.
-    pub rows: usize,
-    /// Elements of a row.
-    pub d: usize,
-    /// Bit `i` set: row `i` is not read and counts as zeros.
-    pub closed: u64,
-}
-
-impl Source {
-    /// Rows `[first, first + rows)` of these.
-    pub fn part(self, first: usize, rows: usize) -> Self {
-        let data = self.data.wrapping_add(first * self.stride);
-        Self { data, rows, closed: self.closed.checked_shr(first as u32).unwrap_or(0), ..self }
-    }
-}
-
-/// Widens the rows into `block` (layout: see the module above), zeros up to the next 16 positions and elements.
-///
-/// Values are exact; a Q8_0 value is `scale * quant` rounded to f32. Nothing outside the rows' own bytes is read.
-///
-/// # Safety
-/// The rows that are not closed are readable; `block` is 64-byte aligned and writable for `block_len(rows, d)` f32.
-// SAFETY: contract above; the token proves the features.
-pub unsafe fn widen(_: Avx512, from: Source, block: *mut f32) {
+// SAFETY: contract of `Attend::widen`, on a CPU with the features.
+pub unsafe fn widen(from: Source, block: *mut f32) {
     // SAFETY: the caller's contract.
     unsafe {
         match from.dtype {

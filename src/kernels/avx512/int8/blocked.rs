@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-use crate::kernels::avx512::Ahead;
+use crate::kernels::passes::Ahead;
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 

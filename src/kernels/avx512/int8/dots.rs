@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use crate::kernels::avx512::transpose::sums4;
-use crate::kernels::avx512::{Ahead, DotPass, dots_by_passes};
+use crate::kernels::passes::{Ahead, DotPass, dots_by_passes};
 use crate::pack::{Q8_ROW_BLOCK, TokenRows};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 

@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use crate::kernels::avx512::Ahead;
+use crate::kernels::passes::Ahead;
 use crate::pack::{PANEL, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 

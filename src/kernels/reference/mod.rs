@@ -1,5 +1,7 @@
 //! The naive oracle: plain loops in f64 over rows and tokens, for tests and for CPUs without an engine of ours.
 
+mod vectors;
+
 use half::{bf16, f16};
 
 use super::Engine;
@@ -12,6 +14,11 @@ pub struct Reference;
 
 impl Engine for Reference {
     type Session = ();
+    type Vectors = Self;
+
+    fn vectors(self) -> Self {
+        self
+    }
 
     fn begin(self) {}
 

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 
-use super::widen::Source;
+use super::Source;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;

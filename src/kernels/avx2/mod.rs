@@ -1,0 +1,45 @@
+//! Kernels of the AVX2 engine, for CPUs without AVX-512 BF16: BF16 products by f32 fused multiply-adds, INT8 products by
+//! `vpmaddwd`. The layouts are those of [`crate::pack`]: 16 lanes are two vectors.
+
+mod attention;
+mod bf16;
+mod glu;
+mod int8;
+mod pack;
+mod store;
+mod vectors;
+
+use super::Engine;
+use crate::isa::Avx2;
+use crate::pack::{PANEL, Panels};
+use crate::tensor::{DType, Rows};
+
+impl Engine for Avx2 {
+    type Session = ();
+    type Vectors = Self;
+
+    const GROUP: usize = 24;
+
+    fn vectors(self) -> Self {
+        self
+    }
+
+    fn begin(self) {}
+
+    fn dot_tokens(self, _dtype: DType, tokens: usize) -> usize {
+        let rest = tokens % PANEL;
+        if rest <= 4 { rest } else { 0 }
+    }
+
+    // SAFETY: contract of `Engine::product`.
+    unsafe fn product(self, (): &mut (), rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+        debug_assert!(rows.dtype == panels.dtype && rows.k == panels.k);
+        match rows.dtype {
+            // SAFETY: `self` proves the features; the rest is the caller's promise.
+            DType::Bf16 => unsafe { bf16::panels(rows, panels, c, add) },
+            // SAFETY: as above.
+            DType::Q8_0 => unsafe { int8::panels(rows, panels, c, add) },
+            other => unreachable!("no panel product for {other:?}"),
+        }
+    }
+}
