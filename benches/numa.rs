@@ -52,7 +52,7 @@ fn f32_nb(ne: [usize; 4]) -> [usize; 4] {
 
 fn main() {
     let Some(isa) = Isa::best() else {
-        println!("skipped: this CPU has no AVX-512 BF16 and VNNI");
+        println!("skipped: this CPU has no AVX2");
         return;
     };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build().expect("a thread pool");

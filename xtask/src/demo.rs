@@ -78,7 +78,7 @@ fn both_logits(ui: &Ui, plugin: &Plugin, model: &Path) -> Result<(Vec<f32>, Vec<
     const TEXT: &[&str] = &["--batch", "48", "--decode", "4"];
     let stock = logits::of(ui, plugin.stock("hina-logits"), "stock", model, TEXT)?;
     let (hina, stats) = logits::with_stats(ui, plugin.hina("hina-logits"), "hina", model, TEXT)
-        .context("the plugin gives no device here: a CPU with AVX-512 BF16 and VNNI, or AMX, is needed")?;
+        .context("the plugin gives no device here: a CPU with AVX2, FMA and F16C is needed")?;
     Ok((stock, hina, stats))
 }
 

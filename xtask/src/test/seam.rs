@@ -48,8 +48,8 @@ pub fn limit(weights: WeightType) -> f64 {
 pub fn unfit() -> Option<Outcome> {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let flags = cpu_flags(&info);
-    let fit = ["avx512_bf16", "avx512_vnni"].iter().all(|feature| flags.contains(feature));
-    (!fit).then(|| Outcome::Skipped("this CPU has no AVX-512 BF16 and VNNI".into()))
+    let fit = ["avx2", "fma", "f16c"].iter().all(|feature| flags.contains(feature));
+    (!fit).then(|| Outcome::Skipped("this CPU has no AVX2, FMA and F16C".into()))
 }
 
 /// Ends a step early on such a CPU.
