@@ -143,7 +143,7 @@ mod tests {
         let stock = side(&[(0, 100.0), (32, 10.0), (0, 300.0), (0, 200.0)]);
         let hina = side(&[(0, 500.0), (32, 11.0)]);
         let args = DemoArgs { model: None, prompt: 512, generate: 32, threads: None, rounds: 1 };
-        let stats = Stats { graphs: 2, nodes: 200, claimed: 12 };
+        let stats = Stats { graphs: 2, nodes: 200, claimed: 12, kinds: Default::default() };
         let text = table(&stock, &hina, &args, &stats, 1e-3).join("\n");
         assert!(text.contains("prompt, pp512                 200.00      500.00    2.50"), "{text}");
         assert!(text.contains("generation, tg32               10.00       11.00    1.10"), "{text}");

@@ -46,10 +46,15 @@ pub fn limit(weights: WeightType) -> f64 {
 
 /// The reason to skip, on a CPU where HiNa offers nothing.
 pub fn unfit() -> Option<Outcome> {
+    lacking(&["avx2", "fma", "f16c"], "AVX2, FMA and F16C")
+}
+
+/// The reason to skip, on a CPU that lacks one of these `flags` of `/proc/cpuinfo`.
+pub fn lacking(flags: &[&str], in_words: &str) -> Option<Outcome> {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let flags = cpu_flags(&info);
-    let fit = ["avx2", "fma", "f16c"].iter().all(|feature| flags.contains(feature));
-    (!fit).then(|| Outcome::Skipped("this CPU has no AVX2, FMA and F16C".into()))
+    let there = cpu_flags(&info);
+    let all = flags.iter().all(|feature| there.contains(feature));
+    (!all).then(|| Outcome::Skipped(format!("this CPU has no {in_words}")))
 }
 
 /// Ends a step early on such a CPU.
