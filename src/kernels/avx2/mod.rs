@@ -3,6 +3,8 @@
 
 mod attention;
 mod bf16;
+#[allow(dead_code)]
+mod exp;
 mod glu;
 mod int8;
 mod pack;

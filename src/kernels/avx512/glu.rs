@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use crate::kernels::glu::Glu;
+use crate::kernels::series;
 use crate::pack::PANEL;
 
 #[target_feature(enable = "avx512f,avx512dq,fma")]
@@ -104,11 +105,10 @@ fn exp(x: __m512) -> __m512 {
     // min and max give their second operand where one is NaN.
     let x = _mm512_max_ps(set(-110.0), _mm512_min_ps(set(90.0), x));
     let n = _mm512_roundscale_ps::<0>(_mm512_mul_ps(x, set(std::f32::consts::LOG2_E)));
-    // ln 2 in two parts, the first with few bits, so that n times it is exact.
-    let r = _mm512_fnmadd_ps(n, set(0.693_359_4), x);
-    let r = _mm512_fnmadd_ps(n, set(-2.121_944_4e-4), r);
-    let mut p = set(1.0 / 5040.0);
-    for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+    let r = series::LN_2.into_iter().fold(x, |r, part| _mm512_fnmadd_ps(n, set(part), r));
+    let [first, rest @ ..] = series::EXP;
+    let mut p = set(first);
+    for c in rest {
         p = _mm512_fmadd_ps(p, r, set(c));
     }
     _mm512_scalef_ps(p, n)
@@ -120,9 +120,10 @@ fn exp(x: __m512) -> __m512 {
 fn erf(x: __m512) -> __m512 {
     let set = |v: f32| _mm512_set1_ps(v);
     let a = _mm512_abs_ps(x);
-    let t = _mm512_div_ps(set(1.0), _mm512_fmadd_ps(a, set(0.327_591_1), set(1.0)));
-    let mut p = set(1.061_405_4);
-    for c in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6, 0.0] {
+    let t = _mm512_div_ps(set(1.0), _mm512_fmadd_ps(a, set(series::ERF_SLOPE), set(1.0)));
+    let [first, rest @ ..] = series::ERF;
+    let mut p = set(first);
+    for c in rest {
         p = _mm512_fmadd_ps(p, t, set(c));
     }
     let tail = _mm512_mul_ps(p, exp(_mm512_xor_ps(_mm512_mul_ps(a, a), set(-0.0))));
