@@ -1,13 +1,137 @@
-//! Gated linear units on AVX2.
+//! Gated linear units, 8 values at a time.
 
-use crate::kernels::glu::Glu;
+use std::arch::x86_64::*;
+use std::arch::x86_64::{
+    _mm256_add_ps as add, _mm256_and_ps as and, _mm256_and_ps as zero_unless, _mm256_andnot_ps as zero_where,
+    _mm256_cmp_ps as compare, _mm256_div_ps as div, _mm256_fmadd_ps as fmadd, _mm256_max_ps as max,
+    _mm256_min_ps as min, _mm256_mul_ps as mul, _mm256_or_ps as or, _mm256_set1_ps as set, _mm256_sub_ps as sub,
+    _mm256_xor_ps as xor,
+};
 
-// SAFETY: contract of `Vectors::glu_lanes`, on a CPU with the features.
-pub unsafe fn lanes(_glu: Glu, _gate: *mut f32, _up: *const f32, _n: usize, _bias: [*const f32; 2]) {
-    todo!()
+use super::exp::exp;
+use super::part::{self, LANES};
+use crate::kernels::glu::{Glu, vector_units};
+use crate::kernels::series;
+use crate::pack::PANEL;
+
+vector_units!(__m256, "avx2,fma,f16c");
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn abs(v: __m256) -> __m256 {
+    _mm256_andnot_ps(set(-0.0), v)
 }
 
+#[inline]
+#[target_feature(enable = "avx2")]
+fn select(mask: __m256, yes: __m256, no: __m256) -> __m256 {
+    _mm256_blendv_ps(no, yes, mask)
+}
+
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn to_f16_and_back(v: __m256) -> __m256 {
+    _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+// SAFETY: contract of `Vectors::glu_lanes`, on a CPU with the features.
+pub unsafe fn lanes(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
+    // SAFETY: values below n.
+    let bias = |b: *const f32, i: usize| unsafe {
+        if b.is_null() { _mm256_setzero_ps() } else { set(b.add(i).read_unaligned()) }
+    };
+    for i in 0..n {
+        let (gate_bias, up_bias) = (bias(gate_bias, i), bias(up_bias, i));
+        for at in [i * PANEL, i * PANEL + LANES] {
+            // SAFETY: half of vector i.
+            unsafe {
+                let g = add(_mm256_load_ps(gate.add(at)), gate_bias);
+                let u = add(_mm256_load_ps(up.add(at)), up_bias);
+                _mm256_store_ps(gate.add(at), apply(glu, g, u));
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: contract of `Vectors::glu_row`, on a CPU with the features.
-pub unsafe fn row(_glu: Glu, _gate: *mut f32, _up: *const f32, _n: usize, _bias: [*const f32; 2]) {
-    todo!()
+pub unsafe fn row(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
+    for i in (0..n).step_by(LANES) {
+        // SAFETY: values i .. n.
+        let load = |p: *const f32| unsafe { part::load(p.add(i), n - i) };
+        let bias = |b: *const f32| if b.is_null() { _mm256_setzero_ps() } else { load(b) };
+        let g = add(load(gate), bias(gate_bias));
+        let u = add(load(up), bias(up_bias));
+        // SAFETY: as above.
+        unsafe { part::store(gate.add(i), n - i, apply(glu, g, u)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::isa::Avx2;
+    use crate::kernels::Vectors;
+    use crate::kernels::reference::Reference;
+    use crate::testing::{Random, floats, guarded};
+
+    const ALL: [Glu; 7] = [
+        Glu::ReGlu,
+        Glu::GeGlu,
+        Glu::GeGluErf,
+        Glu::GeGluQuick,
+        Glu::SwiGlu,
+        Glu::SwiGluOai { alpha: 1.702, limit: 7.0 },
+        Glu::SwiGluClamp { limit: 7.0 },
+    ];
+
+    /// Gate and up values, and their biases: of each gate or up value of a row, or of the 16 of a vector.
+    fn check(in_lanes: bool, n: usize, shift: usize, seed: u64) -> Result<(), TestCaseError> {
+        let Some(isa) = Avx2::detect() else { return Ok(()) };
+        let mut random = Random(seed);
+        let values = if in_lanes { n * PANEL } else { n };
+        let g: Vec<f32> = random.wild(values).iter().map(|g| g * 30.0).collect();
+        // Not so large that what rounds to zero in a gate counts.
+        let u: Vec<f32> = random.wild(values).into_iter().map(|u| if u.abs() > 3.0 { 3.0 } else { u }).collect();
+        let bias = [(); 2].map(|()| (random.below(2) == 0).then(|| guarded(&random.vec(n), shift)));
+        let bias = bias.each_ref().map(|b| b.as_ref().map_or(std::ptr::null(), |b| b.ptr().cast_const().cast()));
+        let up = guarded(&u, shift);
+        for glu in ALL {
+            let [got, want] = [(); 2].map(|()| guarded(&g, shift));
+            let [to, oracle] = [&got, &want].map(|v| v.ptr().cast());
+            // SAFETY: n values or vectors in each (aligned, as they then end with a page), n values in the biases.
+            unsafe {
+                if in_lanes {
+                    isa.glu_lanes(glu, to, up.ptr().cast(), n, bias);
+                    Reference.glu_lanes(glu, oracle, up.ptr().cast(), n, bias);
+                } else {
+                    isa.glu_row(glu, to, up.ptr().cast(), n, bias);
+                    Reference.glu_row(glu, oracle, up.ptr().cast(), n, bias);
+                }
+            }
+            // One unit of f16 where a table of f16 is followed: an input on the edge may round the other way.
+            let relative = if matches!(glu, Glu::GeGlu | Glu::GeGluQuick) { 1e-3 } else { 2e-6 };
+            for (i, (got, want)) in floats(&got).into_iter().zip(floats(&want)).enumerate() {
+                let close = (got - want).abs() <= relative * want.abs() + 1e-6;
+                let equal = got == want || got.is_nan() && want.is_nan();
+                prop_assert!(close || equal, "{glu:?}({}, {}) = {got}, not {want}", g[i], u[i]);
+            }
+        }
+        Ok(())
+    }
+
+    proptest! {
+        #[test]
+        fn lanes_are_the_oracles(n in 1usize..70, seed: u64) {
+            check(true, n, 0, seed)?;
+        }
+
+        #[test]
+        fn rows_are_the_oracles(n in 1usize..200, shift in 0usize..4, seed: u64) {
+            check(false, n, shift, seed)?;
+        }
+    }
 }

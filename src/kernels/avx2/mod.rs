@@ -8,7 +8,10 @@ mod exp;
 mod glu;
 mod int8;
 mod pack;
+mod part;
+mod quantize;
 mod store;
+mod transpose;
 mod vectors;
 
 use super::Engine;
