@@ -1,10 +1,11 @@
 //! Memory and random values for tests.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::sync::Once;
 
 use half::{bf16, f16};
 
-use crate::isa::Amx;
+use crate::isa::{Amx, Avx2};
 use crate::tensor::{DType, QK8_0};
 
 /// AMX: the CPU's where it has it, else the emulator's. Says so where there is neither.
@@ -19,6 +20,16 @@ pub fn amx() -> Option<Amx> {
         }
     };
     amx.inspect_err(|e| println!("skipped: {e}")).ok()
+}
+
+/// AVX2 where this CPU has it. Says once where it has not.
+pub fn avx2() -> Option<Avx2> {
+    static SAID: Once = Once::new();
+    let isa = Avx2::detect();
+    if isa.is_none() {
+        SAID.call_once(|| println!("skipped: this CPU has no AVX2, FMA and F16C"));
+    }
+    isa
 }
 
 /// Zeroed memory, 64-byte aligned.

@@ -1,36 +1,73 @@
 //! Gated linear units, 8 values at a time.
 
 use std::arch::x86_64::*;
-use std::arch::x86_64::{
-    _mm256_add_ps as add, _mm256_and_ps as and, _mm256_and_ps as zero_unless, _mm256_andnot_ps as zero_where,
-    _mm256_cmp_ps as compare, _mm256_div_ps as div, _mm256_fmadd_ps as fmadd, _mm256_max_ps as max,
-    _mm256_min_ps as min, _mm256_mul_ps as mul, _mm256_or_ps as or, _mm256_set1_ps as set, _mm256_sub_ps as sub,
-    _mm256_xor_ps as xor,
-};
 
-use super::exp::exp;
-use super::part::{self, LANES};
+use super::{exp, part};
 use crate::kernels::glu::{Glu, vector_units};
 use crate::kernels::series;
 use crate::pack::PANEL;
 
-vector_units!(__m256, "avx2,fma,f16c");
+/// The 16 lanes of C blocks; also, two chains of instructions that do not wait for each other.
+type Lanes = [__m256; 2];
 
-#[inline]
-#[target_feature(enable = "avx2")]
-fn abs(v: __m256) -> __m256 {
-    _mm256_andnot_ps(set(-0.0), v)
+vector_units!(Lanes, "avx2,fma,f16c");
+
+/// Functions of 16 lanes by those of 8.
+macro_rules! twice {
+    ($($name:ident($($x:ident),+) = $of:path;)+) => {$(
+        #[inline]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn $name($($x: Lanes),+) -> Lanes {
+            [$of($($x[0]),+), $of($($x[1]),+)]
+        }
+    )+};
+}
+
+twice! {
+    add(a, b) = _mm256_add_ps;
+    sub(a, b) = _mm256_sub_ps;
+    mul(a, b) = _mm256_mul_ps;
+    div(a, b) = _mm256_div_ps;
+    min(a, b) = _mm256_min_ps;
+    max(a, b) = _mm256_max_ps;
+    and(a, b) = _mm256_and_ps;
+    or(a, b) = _mm256_or_ps;
+    xor(a, b) = _mm256_xor_ps;
+    fmadd(a, b, c) = _mm256_fmadd_ps;
+    exp(x) = exp::exp;
+    zero_where(mask, x) = _mm256_andnot_ps;
+    zero_unless(mask, x) = _mm256_and_ps;
+    select(mask, yes, no) = select8;
+    to_f16_and_back(x) = to_f16_and_back8;
 }
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn select(mask: __m256, yes: __m256, no: __m256) -> __m256 {
+fn set(v: f32) -> Lanes {
+    [_mm256_set1_ps(v); 2]
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn compare<const HOW: i32>(a: Lanes, b: Lanes) -> Lanes {
+    [_mm256_cmp_ps::<HOW>(a[0], b[0]), _mm256_cmp_ps::<HOW>(a[1], b[1])]
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn abs(x: Lanes) -> Lanes {
+    zero_where(set(-0.0), x)
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn select8(mask: __m256, yes: __m256, no: __m256) -> __m256 {
     _mm256_blendv_ps(no, yes, mask)
 }
 
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn to_f16_and_back(v: __m256) -> __m256 {
+fn to_f16_and_back8(v: __m256) -> __m256 {
     _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
 }
 
@@ -38,18 +75,14 @@ fn to_f16_and_back(v: __m256) -> __m256 {
 // SAFETY: contract of `Vectors::glu_lanes`, on a CPU with the features.
 pub unsafe fn lanes(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
     // SAFETY: values below n.
-    let bias = |b: *const f32, i: usize| unsafe {
-        if b.is_null() { _mm256_setzero_ps() } else { set(b.add(i).read_unaligned()) }
-    };
+    let bias = |b: *const f32, i: usize| unsafe { if b.is_null() { set(0.0) } else { set(b.add(i).read_unaligned()) } };
     for i in 0..n {
-        let (gate_bias, up_bias) = (bias(gate_bias, i), bias(up_bias, i));
-        for at in [i * PANEL, i * PANEL + LANES] {
-            // SAFETY: half of vector i.
-            unsafe {
-                let g = add(_mm256_load_ps(gate.add(at)), gate_bias);
-                let u = add(_mm256_load_ps(up.add(at)), up_bias);
-                _mm256_store_ps(gate.add(at), apply(glu, g, u));
-            }
+        // SAFETY: vector i.
+        unsafe {
+            let to = gate.add(i * PANEL);
+            let g = add(part::load16(to, PANEL), bias(gate_bias, i));
+            let u = add(part::load16(up.add(i * PANEL), PANEL), bias(up_bias, i));
+            part::store16(to, PANEL, apply(glu, g, u));
         }
     }
 }
@@ -57,14 +90,14 @@ pub unsafe fn lanes(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bi
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: contract of `Vectors::glu_row`, on a CPU with the features.
 pub unsafe fn row(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias, up_bias]: [*const f32; 2]) {
-    for i in (0..n).step_by(LANES) {
+    for i in (0..n).step_by(PANEL) {
         // SAFETY: values i .. n.
-        let load = |p: *const f32| unsafe { part::load(p.add(i), n - i) };
-        let bias = |b: *const f32| if b.is_null() { _mm256_setzero_ps() } else { load(b) };
+        let load = |p: *const f32| unsafe { part::load16(p.add(i), n - i) };
+        let bias = |b: *const f32| if b.is_null() { set(0.0) } else { load(b) };
         let g = add(load(gate), bias(gate_bias));
         let u = add(load(up), bias(up_bias));
         // SAFETY: as above.
-        unsafe { part::store(gate.add(i), n - i, apply(glu, g, u)) };
+        unsafe { part::store16(gate.add(i), n - i, apply(glu, g, u)) };
     }
 }
 
@@ -73,10 +106,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::isa::Avx2;
     use crate::kernels::Vectors;
     use crate::kernels::reference::Reference;
-    use crate::testing::{Random, floats, guarded};
+    use crate::testing::{Random, avx2, floats, guarded};
 
     const ALL: [Glu; 7] = [
         Glu::ReGlu,
@@ -90,7 +122,7 @@ mod tests {
 
     /// Gate and up values, and their biases: of each gate or up value of a row, or of the 16 of a vector.
     fn check(in_lanes: bool, n: usize, shift: usize, seed: u64) -> Result<(), TestCaseError> {
-        let Some(isa) = Avx2::detect() else { return Ok(()) };
+        let Some(isa) = avx2() else { return Ok(()) };
         let mut random = Random(seed);
         let values = if in_lanes { n * PANEL } else { n };
         let g: Vec<f32> = random.wild(values).iter().map(|g| g * 30.0).collect();

@@ -3,6 +3,7 @@
 
 mod attention;
 mod bf16;
+// Attention's part of it is not used yet.
 #[allow(dead_code)]
 mod exp;
 mod glu;

@@ -2,15 +2,30 @@
 
 use std::arch::x86_64::*;
 
-use super::part::{self, LANES};
+use super::part::LANES;
 use super::quantize::{block_maxima, quants, scales, starts, store_block};
 use super::transpose::{maxima8, maximum, transpose8};
-use crate::pack::{PANEL, Q8_PANEL_BLOCK, Q8_ROW_BLOCK};
+use crate::pack::{PANEL, Q8_PANEL_BLOCK, Q8_ROW_BLOCK, panel_bytes};
 use crate::tensor::{DType, QK8_0};
 
 // SAFETY: contract of `Vectors::panel`, on a CPU with the features.
 pub unsafe fn panel(dtype: DType, k: usize, tokens: &[*const f32], panel: *mut u8) {
     debug_assert!(tokens.len() <= PANEL && panel.addr().is_multiple_of(64));
+    let whole = k / 32 * 32;
+    // SAFETY: whole blocks of 32; then a copy of the last elements, with zeros up to 32.
+    unsafe {
+        columns(dtype, whole, tokens, panel);
+        if whole < k {
+            let rest: [_; PANEL] =
+                std::array::from_fn(|t| tokens.get(t).map_or([0.0; 32], |x| below32(x.add(whole), k - whole)));
+            let rest = rest.each_ref().map(|x| x.as_ptr());
+            columns(dtype, 32, &rest[..tokens.len()], panel.add(panel_bytes(dtype, whole)));
+        }
+    }
+}
+
+// SAFETY: as `panel`; `k` is a multiple of 32.
+unsafe fn columns(dtype: DType, k: usize, tokens: &[*const f32], panel: *mut u8) {
     let (low, high) = tokens.split_at(tokens.len().min(LANES));
     for (half, tokens) in [low, high].into_iter().enumerate() {
         // SAFETY: the token proves the features; the rest is the caller's promise.
@@ -37,6 +52,15 @@ pub unsafe fn token_row(dtype: DType, k: usize, x: *const f32, first: usize, n: 
     }
 }
 
+/// A copy of `n` f32 with zeros up to 32.
+// SAFETY: contract: they are readable; `n` is at most 32.
+unsafe fn below32(x: *const f32, n: usize) -> [f32; 32] {
+    let mut copy = [0f32; 32];
+    // SAFETY: the caller's promise. As bytes, which need no alignment.
+    unsafe { x.cast::<u8>().copy_to_nonoverlapping(copy.as_mut_ptr().cast(), n * 4) };
+    copy
+}
+
 /// Rounds to nearest even: BF16 in the upper half of each lane, with no meaning in the lower half. NaN stays NaN.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -59,29 +83,27 @@ pub(super) fn to_bf16_pairs(k0: __m256, k1: __m256) -> __m256i {
 /// The pairs that [`bf16_pairs`] has in its lanes.
 const PAIRS: [usize; 8] = [0, 1, 4, 5, 2, 3, 6, 7];
 
-/// Of `left` f32, the first 16 as 8 pairs of BF16, in the order of [`PAIRS`]; zeros past the end.
+/// 16 f32 as 8 pairs of BF16, in the order of [`PAIRS`].
 #[inline]
 #[target_feature(enable = "avx2")]
-// SAFETY: `x` is readable for `left` f32.
-unsafe fn bf16_pairs(x: *const f32, left: usize) -> __m256i {
+// SAFETY: `x` is readable for 16 f32.
+unsafe fn bf16_pairs(x: *const f32) -> __m256i {
     // SAFETY: the caller's promise.
-    let (low, high) = unsafe { (part::load(x, left), part::load(x.wrapping_add(8), left.saturating_sub(8))) };
-    let upper = |v| _mm256_srli_epi32::<16>(round_to_bf16(v));
-    _mm256_packus_epi32(upper(low), upper(high))
+    let upper = |x| _mm256_srli_epi32::<16>(round_to_bf16(unsafe { _mm256_loadu_ps(x) }));
+    _mm256_packus_epi32(upper(x), upper(x.wrapping_add(8)))
 }
 
 #[target_feature(enable = "avx2")]
-// SAFETY: as `panel`, for up to 8 tokens and half of each of the panel's vectors.
+// SAFETY: as `panel`, for `k` columns (a multiple of 32) of up to 8 tokens and half of each of the panel's vectors.
 unsafe fn half_panel_bf16(k: usize, tokens: &[*const f32], panel: *mut u8) {
-    for at in (0..k.next_multiple_of(32)).step_by(16) {
-        let left = k.saturating_sub(at);
+    for at in (0..k).step_by(16) {
         let m = std::array::from_fn(|i| match tokens.get(i) {
             // SAFETY: the caller's promise.
-            Some(x) => unsafe { bf16_pairs(x.wrapping_add(at), left) },
+            Some(x) => unsafe { bf16_pairs(x.add(at)) },
             None => _mm256_setzero_si256(),
         });
         for (pair, v) in PAIRS.into_iter().zip(transpose8(m)) {
-            // SAFETY: the pair lies below k rounded up to 32.
+            // SAFETY: pairs below k / 2.
             unsafe { _mm256_store_si256(panel.add((at / 2 + pair) * 64).cast(), v) };
         }
     }
@@ -90,30 +112,39 @@ unsafe fn half_panel_bf16(k: usize, tokens: &[*const f32], panel: *mut u8) {
 #[target_feature(enable = "avx2")]
 // SAFETY: `x` is readable for `n` f32; `row` is writable for `n` f32 rounded up to 32.
 unsafe fn row_bf16(x: *const f32, n: usize, row: *mut f32) {
-    for at in (0..n.next_multiple_of(32)).step_by(16) {
-        let left = n.saturating_sub(at);
-        let x = x.wrapping_add(at);
-        // SAFETY: the caller's promise: 8 even k and, 16 further, 8 odd k.
+    let whole = n / 32 * 32;
+    // SAFETY: whole blocks of 32; then a copy of the last elements, with zeros up to 32.
+    unsafe {
+        (0..whole).step_by(32).for_each(|at| bf16x32(x.add(at), row.add(at)));
+        if whole < n {
+            bf16x32(below32(x.add(whole), n - whole).as_ptr(), row.add(whole));
+        }
+    }
+}
+
+/// 32 f32, rounded to BF16: those with even k, then those with odd k.
+#[inline]
+#[target_feature(enable = "avx2")]
+// SAFETY: `x` is readable and `row` writable for 32 f32; `row` is 32-byte aligned.
+unsafe fn bf16x32(x: *const f32, row: *mut f32) {
+    let upper = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
+    for half in 0..2 {
+        // SAFETY: the caller's promise.
         unsafe {
-            let (low, high) = (part::load(x, left), part::load(x.wrapping_add(8), left.saturating_sub(8)));
-            let value = |v| {
-                let upper = _mm256_and_si256(round_to_bf16(v), _mm256_set1_epi32(0xFFFF_0000_u32 as i32));
-                _mm256_castsi256_ps(upper)
-            };
-            let (low, high) = (value(low), value(high));
+            let value = |x| _mm256_castsi256_ps(_mm256_and_si256(round_to_bf16(_mm256_loadu_ps(x)), upper));
+            let (low, high) = (value(x.add(half * 16)), value(x.add(half * 16 + 8)));
             let put = |to: *mut f32, v| {
                 // In order but for the middle two quarters.
                 _mm256_store_pd(to.cast(), _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v)));
             };
-            let to = row.add(at / 32 * 32 + at % 32 / 2);
-            put(to, _mm256_shuffle_ps::<0x88>(low, high));
-            put(to.add(16), _mm256_shuffle_ps::<0xDD>(low, high));
+            put(row.add(half * 8), _mm256_shuffle_ps::<0x88>(low, high));
+            put(row.add(half * 8 + 16), _mm256_shuffle_ps::<0xDD>(low, high));
         }
     }
 }
 
 #[target_feature(enable = "avx2,f16c")]
-// SAFETY: as `panel`, for up to 8 tokens and half of each of the panel's vectors.
+// SAFETY: as `panel`, for `k` columns (a multiple of 32) of up to 8 tokens and half of each of the panel's vectors.
 unsafe fn half_panel_int8(k: usize, tokens: &[*const f32], panel: *mut u8) {
     for at in (0..k).step_by(QK8_0) {
         let maxima = std::array::from_fn(|i| match tokens.get(i) {
@@ -172,12 +203,11 @@ unsafe fn store_int8x32(row: *mut u8, at: usize, quants: __m256i, scale: __m256)
 mod tests {
     use proptest::prelude::*;
 
-    use crate::isa::Avx2;
     use crate::kernels::Vectors;
     use crate::kernels::reference::Reference;
     use crate::pack::{panel_bytes, token_row_bytes};
     use crate::tensor::DType;
-    use crate::testing::{Guarded, Random, guarded};
+    use crate::testing::{Guarded, Random, avx2, guarded};
 
     /// Asserts the same bytes of both, in memory that ends at an unreadable page.
     fn same_bytes(bytes: usize, pack: impl Fn(*mut u8), oracle: impl Fn(*mut u8)) -> Result<(), TestCaseError> {
@@ -195,7 +225,7 @@ mod tests {
         fn panels_are_the_oracles(
             q8_0: bool, k in 1usize..300, tokens in 1usize..=16, shift in 0usize..4, seed: u64,
         ) {
-            let Some(isa) = Avx2::detect() else { return Ok(()) };
+            let Some(isa) = avx2() else { return Ok(()) };
             let (dtype, k) = if q8_0 { (DType::Q8_0, k.next_multiple_of(32)) } else { (DType::Bf16, k) };
             let mut random = Random(seed);
             let xs: Vec<_> = (0..tokens).map(|_| guarded(&random.wild(k), shift)).collect();
@@ -215,7 +245,7 @@ mod tests {
         fn token_rows_are_the_oracles(
             q8_0: bool, k in 1usize..300, cut in 0usize..300, both: bool, shift in 0usize..4, seed: u64,
         ) {
-            let Some(isa) = Avx2::detect() else { return Ok(()) };
+            let Some(isa) = avx2() else { return Ok(()) };
             let (dtype, k) = if q8_0 { (DType::Q8_0, k.next_multiple_of(32)) } else { (DType::Bf16, k) };
             let cut = cut % k / 32 * 32;
             let x = Random(seed).wild(k);
@@ -233,7 +263,7 @@ mod tests {
 
         #[test]
         fn lanes_become_the_oracles_panels(q8_0: bool, n in 1usize..150, blocks in 0usize..4, seed: u64) {
-            let Some(isa) = Avx2::detect() else { return Ok(()) };
+            let Some(isa) = avx2() else { return Ok(()) };
             let (dtype, n) = if q8_0 { (DType::Q8_0, n.next_multiple_of(32)) } else { (DType::Bf16, n) };
             let (first, h) = (blocks * 32, guarded(&Random(seed).wild(n * 16), 0));
             same_bytes(

@@ -13,15 +13,18 @@ use crate::tensor::{DType, QK8_0};
 #[target_feature(enable = "avx2,fma")]
 // SAFETY: contract of `Vectors::finish_lanes`, on a CPU with the features.
 pub unsafe fn finish_lanes(finish: Finish, c: *const f32, n: usize, rows: &[*mut f32], weights: &[f32; PANEL]) {
-    for i in (0..n).step_by(LANES) {
-        let left = n - i;
-        for (half, rows) in rows.chunks(LANES).enumerate() {
+    // 8 rows at a time: 16 that are a power of two apart have no room in the L1 cache, 8 ways of each address modulo 4 KiB.
+    for (half, rows) in rows.chunks(LANES).enumerate() {
+        for i in (0..n).step_by(LANES) {
+            let left = n - i;
             // SAFETY: half of vectors i .. i + left of c.
             let load = |j: usize| unsafe { _mm256_load_si256(c.add((i + j) * PANEL + half * LANES).cast()) };
             let m = std::array::from_fn(|j| if j < left { load(j) } else { _mm256_setzero_si256() });
-            for ((&row, &weight), v) in rows.iter().zip(&weights[half * LANES..]).zip(transpose8(m)) {
+            // A fixed number of turns keeps the vectors in registers.
+            for (t, v) in transpose8(m).into_iter().enumerate() {
+                let Some(&row) = rows.get(t) else { break };
                 // SAFETY: elements i .. i + left of the row.
-                unsafe { vector(finish, row, i, left, _mm256_castsi256_ps(v), weight) };
+                unsafe { vector(finish, row, i, left, _mm256_castsi256_ps(v), weights[half * LANES + t]) };
             }
         }
     }
@@ -30,10 +33,8 @@ pub unsafe fn finish_lanes(finish: Finish, c: *const f32, n: usize, rows: &[*mut
 #[target_feature(enable = "avx2,fma")]
 // SAFETY: contract of `Vectors::finish_row`, on a CPU with the features.
 pub unsafe fn finish_row(finish: Finish, c: *const f32, n: usize, row: *mut f32, weight: f32) {
-    for i in (0..n).step_by(LANES) {
-        // SAFETY: elements i .. n.
-        unsafe { vector(finish, row, i, n - i, part::load(c.add(i), n - i), weight) };
-    }
+    // SAFETY: elements i .. i + left.
+    part::each(n, |i, left| unsafe { vector(finish, row, i, left, part::load(c.add(i), left), weight) });
 }
 
 /// Ends up to 8 of `left` values at element `i` of a row.
@@ -97,12 +98,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::isa::Avx2;
     use crate::kernels::Vectors;
     use crate::kernels::reference::Reference;
-    use crate::testing::{floats, guarded, same};
-
-    use crate::testing::{Guarded, Random};
+    use crate::testing::{Guarded, Random, avx2, floats, guarded, same};
 
     /// Rows of `n` values that the oracle and the engine end, each at the end of a page.
     struct Case {
@@ -142,7 +140,7 @@ mod tests {
     proptest! {
         #[test]
         fn rows_of_lanes_are_the_oracles(n in 1usize..70, tokens in 1usize..=16, shift in 0usize..4, seed: u64) {
-            let Some(isa) = Avx2::detect() else { return Ok(()) };
+            let Some(isa) = avx2() else { return Ok(()) };
             let mut random = Random(seed);
             let c = guarded(&random.wild(n * PANEL), 0);
             let case = Case::new(&mut random, n, tokens, shift);
@@ -157,7 +155,7 @@ mod tests {
 
         #[test]
         fn rows_are_the_oracles(n in 1usize..70, shift in 0usize..4, seed: u64) {
-            let Some(isa) = Avx2::detect() else { return Ok(()) };
+            let Some(isa) = avx2() else { return Ok(()) };
             let mut random = Random(seed);
             let c = guarded(&random.wild(n), shift);
             let case = Case::new(&mut random, n, 1, shift);

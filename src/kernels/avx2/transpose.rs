@@ -50,7 +50,7 @@ pub fn maximum(v: __m256) -> __m256 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::isa::Avx2;
+    use crate::testing::avx2;
 
     fn lanes(v: __m256i) -> [i32; 8] {
         // SAFETY: both are 32 bytes of plain data.
@@ -61,16 +61,14 @@ mod tests {
     fn check() {
         let cell = |i: usize, j: usize| (i * 8 + j) as i32;
         // SAFETY: both are 32 bytes of plain data.
-        let row = |i: usize| unsafe { std::mem::transmute(std::array::from_fn::<i32, 8, _>(|j| cell(i, j))) };
+        let vector = |lanes: [i32; 8]| unsafe { std::mem::transmute::<[i32; 8], __m256i>(lanes) };
+        let row = |i: usize| vector(std::array::from_fn(|j| cell(i, j)));
         for (j, column) in transpose8(std::array::from_fn(row)).into_iter().enumerate() {
             assert_eq!(lanes(column), std::array::from_fn(|i| cell(i, j)));
         }
         // Each row has its largest value in another column.
         let value = |i: usize, j: usize| ((i * 3 + j) % 8 * 8 + i) as i32;
-        let v: [__m256; 8] = std::array::from_fn(|i| {
-            // SAFETY: as above.
-            _mm256_cvtepi32_ps(unsafe { std::mem::transmute(std::array::from_fn::<i32, 8, _>(|j| value(i, j))) })
-        });
+        let v: [__m256; 8] = std::array::from_fn(|i| _mm256_cvtepi32_ps(vector(std::array::from_fn(|j| value(i, j)))));
         let max = |i: usize| (0..8).map(|j| value(i, j)).max().unwrap();
         assert_eq!(lanes(_mm256_cvtps_epi32(maxima8(v))), std::array::from_fn(max));
         for (i, v) in v.into_iter().enumerate() {
@@ -80,11 +78,9 @@ mod tests {
 
     #[test]
     fn transposes_and_maxima_are_those_of_the_definition() {
-        if Avx2::detect().is_none() {
-            println!("skipped: this CPU has no AVX2");
-            return;
+        if avx2().is_some() {
+            // SAFETY: the features were detected just now.
+            unsafe { check() }
         }
-        // SAFETY: the features were detected just now.
-        unsafe { check() }
     }
 }
