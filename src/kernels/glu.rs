@@ -85,9 +85,10 @@ fn erf(x: f64) -> f64 {
     sum * (-x * x).exp() * 2.0 / std::f64::consts::PI.sqrt()
 }
 
-/// Defines `apply(glu, g, u)`, the unit of each lane of two vectors, where these are in scope for that type of vector: the
-/// arithmetic by short names, `min` and `max` that give their second operand where one is NaN, `compare`, which gives a mask,
-/// `zero_where` and `zero_unless` of a mask and a vector, `select(mask, yes, no)`, `abs`, `exp` and `to_f16_and_back`.
+/// Defines `apply(glu, g, u)`, the unit of each lane of two vectors, where these are in scope for that type of vector:
+/// the arithmetic by short names, `min` and `max` that give their second operand where one is NaN, `compare`, which gives
+/// a mask, `zero_where` and `zero_unless` of a mask and a vector, `select(mask, yes, no)`, `abs`, `exp` and
+/// `to_f16_and_back`.
 macro_rules! vector_units {
     ($vector:ty, $features:literal) => {
         #[inline]

@@ -1,4 +1,5 @@
-//! Coefficients of the polynomials by which each instruction set computes `e^x` and the error function, highest power first.
+//! Coefficients of the polynomials by which the vector instruction sets compute `e^x` and the error function, highest
+//! power first.
 
 /// `ln 2` in two parts, the first with few bits, so that a small integer times it is exact (Cody and Waite).
 pub const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];

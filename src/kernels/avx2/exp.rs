@@ -7,8 +7,8 @@ use crate::kernels::series;
 /// Below this `e^x` counts as zero in [`exp_or_zero`]: it is 1e-38 of the largest weight.
 const SMALLEST: f32 = -87.3;
 
-/// `e^r - 1` and `n` of `e^x = e^r 2^n` with |r| <= ln(2) / 2, for `-87.4 < x < 88.9`; `n + 127` is in the low bits of each
-/// lane. NaN gives NaN.
+/// `e^r - 1` and `n` of `e^x = e^r 2^n` with |r| <= ln(2) / 2, for `-87.4 < x < 88.9`; `n + 127` is in the low bits of
+/// each lane. NaN gives NaN.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn parts(x: __m256) -> (__m256, __m256i) {

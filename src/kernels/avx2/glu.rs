@@ -1,4 +1,4 @@
-//! Gated linear units, 8 values at a time.
+//! Gated linear units, 16 values at a time.
 
 use std::arch::x86_64::*;
 

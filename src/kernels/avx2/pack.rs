@@ -245,7 +245,7 @@ mod tests {
         fn token_rows_are_the_oracles(
             q8_0: bool, k in 1usize..300, cut in 0usize..300, both: bool, shift in 0usize..4, seed: u64,
         ) {
-            let Some(isa) = avx2() else { return Ok(()) };
+            let Some(v) = avx2() else { return Ok(()) };
             let (dtype, k) = if q8_0 { (DType::Q8_0, k.next_multiple_of(32)) } else { (DType::Bf16, k) };
             let cut = cut % k / 32 * 32;
             let x = Random(seed).wild(k);
@@ -255,9 +255,9 @@ mod tests {
             same_bytes(
                 token_row_bytes(dtype, k),
                 // SAFETY: the values of each part; the row has the size its layout asks for.
-                |row| parts.iter().for_each(|&(first, n, x)| unsafe { isa.token_row(dtype, k, x, first, n, row) }),
+                |row| parts.iter().for_each(|&(i, n, x)| unsafe { v.token_row(dtype, k, x, i, n, row) }),
                 // SAFETY: as above.
-                |row| parts.iter().for_each(|&(first, n, x)| unsafe { Reference.token_row(dtype, k, x, first, n, row) }),
+                |row| parts.iter().for_each(|&(i, n, x)| unsafe { Reference.token_row(dtype, k, x, i, n, row) }),
             )?;
         }
 

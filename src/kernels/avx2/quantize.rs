@@ -22,18 +22,17 @@ pub unsafe fn block_maxima(x: *const f32) -> __m256 {
     (0..4).fold(_mm256_setzero_ps(), |max, i| larger(max, unsafe { _mm256_loadu_ps(x.add(i * 8)) }))
 }
 
-/// `127 / max`, by which values become quants, and the scale `max / 127` rounded to f16, for blocks with these maxima. The
-/// inverse is 0 where it would be Inf: the scale is 0 there.
+/// `127 / max`, by which values become quants, and the scale `max / 127` rounded to f16, for blocks with these maxima.
+/// Where the inverse is Inf, the scale is 0 and quants overflow.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 pub fn scales(max: __m256) -> (__m256, __m256) {
-    let inverse = _mm256_div_ps(_mm256_set1_ps(127.0), max);
-    let finite = _mm256_cmp_ps::<_CMP_LT_OQ>(inverse, _mm256_set1_ps(f32::INFINITY));
-    let scale = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_div_ps(max, _mm256_set1_ps(127.0)));
-    (_mm256_and_ps(inverse, finite), _mm256_cvtph_ps(scale))
+    let most = _mm256_set1_ps(127.0);
+    let scale = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_div_ps(max, most));
+    (_mm256_div_ps(most, max), _mm256_cvtph_ps(scale))
 }
 
-/// The quants of a block of 32, by fours of k in the order 0, 2, 4, 6, 1, 3, 5, 7; NaN gives 0.
+/// The quants of a block of 32, by fours of k in the order 0, 2, 4, 6, 1, 3, 5, 7; NaN and overflow give 0.
 #[inline]
 #[target_feature(enable = "avx2")]
 // SAFETY: contract: `x` is readable for 32 f32.
@@ -42,7 +41,7 @@ pub unsafe fn quants(x: *const f32, inverse: __m256) -> __m256i {
     let eight = |i: usize| unsafe { _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x.add(i * 8)), inverse)) };
     let (low, high) = (_mm256_packs_epi32(eight(0), eight(1)), _mm256_packs_epi32(eight(2), eight(3)));
     let bytes = _mm256_packs_epi16(low, high);
-    // Only NaN becomes -128, from i32::MIN.
+    // Only i32::MIN becomes -128, which is what NaN and overflow convert to.
     _mm256_andnot_si256(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(-128)), bytes)
 }
 
@@ -84,7 +83,7 @@ pub unsafe fn quantize_lanes(h: *const f32, block: *mut u8) {
     let (inverse, scales) = scales(max);
     let quant = |i: usize| _mm256_cvtps_epi32(_mm256_mul_ps(vector(i), inverse));
     let words = |i: usize| _mm256_blend_epi16::<0xAA>(quant(i), _mm256_slli_epi32::<16>(quant(i + 2)));
-    // Of i32::MIN, which NaN becomes, the low byte is 0.
+    // NaN and overflow convert to i32::MIN, whose low byte is 0.
     let four = |g: usize| {
         let even = _mm256_and_si256(words(g * 4), _mm256_set1_epi16(0xFF));
         _mm256_or_si256(even, _mm256_slli_epi16::<8>(words(g * 4 + 1)))

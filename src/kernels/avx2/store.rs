@@ -13,7 +13,7 @@ use crate::tensor::{DType, QK8_0};
 #[target_feature(enable = "avx2,fma")]
 // SAFETY: contract of `Vectors::finish_lanes`, on a CPU with the features.
 pub unsafe fn finish_lanes(finish: Finish, c: *const f32, n: usize, rows: &[*mut f32], weights: &[f32; PANEL]) {
-    // 8 rows at a time: 16 that are a power of two apart have no room in the L1 cache, 8 ways of each address modulo 4 KiB.
+    // 8 rows at a time: 16 that are a power of two apart have no room in the L1 cache with its 8 ways.
     for (half, rows) in rows.chunks(LANES).enumerate() {
         for i in (0..n).step_by(LANES) {
             let left = n - i;

@@ -65,8 +65,8 @@ fn to_f16_and_back(v: __m512) -> __m512 {
     _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
 }
 
-/// `exp(x)` within 2 units in the last place: `2^n * p(r)` with `x = n ln 2 + r`, |r| <= ln(2) / 2. NaN stays NaN; too large
-/// is Inf.
+/// `exp(x)` within 2 units in the last place: `2^n * p(r)` with `x = n ln 2 + r`, |r| <= ln(2) / 2. NaN stays NaN; too
+/// large is Inf.
 #[inline]
 #[target_feature(enable = "avx512f,fma")]
 fn exp(x: __m512) -> __m512 {

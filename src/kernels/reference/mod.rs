@@ -110,7 +110,8 @@ pub unsafe fn element(dtype: DType, row: *const u8, i: usize) -> f32 {
     }
 }
 
-/// The scale (rounded to f16) and quants of one block of 32 activations, as ggml's `quantize_row_q8_0` makes them on x86.
+/// The scale (rounded to f16) and quants of one block of 32 activations, as ggml's `quantize_row_q8_0` makes them on
+/// x86.
 ///
 /// Quants are within 127, and 0 where ggml's conversion to an integer overflows: of NaN, in a block with Inf, and where
 /// `127 / max` is too large for f32, but then the scale is 0.
