@@ -1,10 +1,11 @@
 //! Memory and random values for tests.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::sync::Once;
 
 use half::{bf16, f16};
 
-use crate::isa::Amx;
+use crate::isa::{Amx, Avx2};
 use crate::tensor::{DType, QK8_0};
 
 /// AMX: the CPU's where it has it, else the emulator's. Says so where there is neither.
@@ -19,6 +20,16 @@ pub fn amx() -> Option<Amx> {
         }
     };
     amx.inspect_err(|e| println!("skipped: {e}")).ok()
+}
+
+/// AVX2 where this CPU has it. Says once where it has not.
+pub fn avx2() -> Option<Avx2> {
+    static SAID: Once = Once::new();
+    let isa = Avx2::detect();
+    if isa.is_none() {
+        SAID.call_once(|| println!("skipped: this CPU has no AVX2, FMA and F16C"));
+    }
+    isa
 }
 
 /// Zeroed memory, 64-byte aligned.
@@ -58,7 +69,7 @@ impl Drop for Aligned {
     }
 }
 
-/// Bytes that end where an unreadable page begins: a read past their end is a crash.
+/// Bytes that end where an unreadable page begins: a read or write past their end is a crash.
 pub struct Guarded {
     map: *mut u8,
     map_len: usize,
@@ -66,7 +77,7 @@ pub struct Guarded {
     len: usize,
 }
 
-// SAFETY: read-only after `new`.
+// SAFETY: plain memory; who shares the address sees to its use.
 unsafe impl Sync for Guarded {}
 
 impl Guarded {
@@ -90,6 +101,11 @@ impl Guarded {
             map.add(data - bytes.len()).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
             Self { map, map_len, start: data - bytes.len(), len: bytes.len() }
         }
+    }
+
+    /// Address of the first byte, also to write.
+    pub fn ptr(&self) -> *mut u8 {
+        self.map.wrapping_add(self.start)
     }
 }
 
@@ -133,6 +149,34 @@ impl Random {
         (0..n).map(|_| self.f32()).collect()
     }
 
+    /// Runs of 32 values: ordinary ones, ones of any size, zeros, and such that need care.
+    pub fn wild(&mut self, n: usize) -> Vec<f32> {
+        let mut values = Vec::with_capacity(n + 31);
+        while values.len() < n {
+            let (kind, size) = (self.below(6), 2f32.powi(self.below(180) as i32 - 149));
+            values.extend((0..32).map(|_| match kind {
+                0 | 1 => self.f32(),
+                2 | 3 => self.f32() * size,
+                4 => 0.0,
+                _ => self.odd(),
+            }));
+        }
+        values.truncate(n);
+        values
+    }
+
+    /// NaN of any payload, Inf, largest, denormal and signed zero values, and halves of a unit of BF16.
+    pub fn odd(&mut self) -> f32 {
+        let bits = self.bits() as u32;
+        match self.below(12) {
+            0 => [f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0, f32::MAX, f32::MIN][self.below(6)],
+            1 => f32::from_bits(0x7F80_0001 | bits),
+            2 | 3 => f32::from_bits(bits & 0x807F_FFFF),
+            4 | 5 => f32::from_bits(bits & 0xBFFF_0000 | 0x8000),
+            _ => self.f32(),
+        }
+    }
+
     /// Weights of `dtype`, contiguous: BF16 values, or Q8_0 blocks with all quants from -128 to 127.
     pub fn weights(&mut self, dtype: DType, elements: usize) -> Vec<u8> {
         match dtype {
@@ -148,4 +192,21 @@ impl Random {
             _ => (0..elements).flat_map(|_| bf16::from_f32(self.f32()).to_le_bytes()).collect(),
         }
     }
+}
+
+/// Values as bytes that end at an unreadable page but for `shift` bytes.
+pub fn guarded(values: &[f32], shift: usize) -> Guarded {
+    let mut bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    bytes.resize(bytes.len() + shift, 0);
+    Guarded::new(&bytes)
+}
+
+/// The f32 in memory of any alignment.
+pub fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect()
+}
+
+/// Whether both are NaN or the same bits.
+pub fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
 }

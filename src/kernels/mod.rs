@@ -10,6 +10,7 @@ pub mod avx512;
 pub mod glu;
 mod passes;
 pub mod reference;
+mod series;
 pub mod vectors;
 
 use crate::pack::Panels;

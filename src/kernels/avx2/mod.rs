@@ -3,10 +3,16 @@
 
 mod attention;
 mod bf16;
+// Attention's part of it is not used yet.
+#[allow(dead_code)]
+mod exp;
 mod glu;
 mod int8;
 mod pack;
+mod part;
+mod quantize;
 mod store;
+mod transpose;
 mod vectors;
 
 use super::Engine;

@@ -1,9 +1,18 @@
 //! Gated linear units, 16 values at a time.
 
 use std::arch::x86_64::*;
+use std::arch::x86_64::{
+    _mm512_abs_ps as abs, _mm512_add_ps as add, _mm512_and_ps as and, _mm512_cmp_ps_mask as compare,
+    _mm512_div_ps as div, _mm512_fmadd_ps as fmadd, _mm512_maskz_mov_ps as zero_unless, _mm512_max_ps as max,
+    _mm512_min_ps as min, _mm512_mul_ps as mul, _mm512_or_ps as or, _mm512_set1_ps as set, _mm512_sub_ps as sub,
+    _mm512_xor_ps as xor,
+};
 
-use crate::kernels::glu::Glu;
+use crate::kernels::glu::{Glu, vector_units};
+use crate::kernels::series;
 use crate::pack::PANEL;
+
+vector_units!(__m512, "avx512f,avx512dq,fma");
 
 #[target_feature(enable = "avx512f,avx512dq,fma")]
 // SAFETY: contract of `Vectors::glu_lanes`, on a CPU with the features.
@@ -37,48 +46,17 @@ pub unsafe fn row(glu: Glu, gate: *mut f32, up: *const f32, n: usize, [gate_bias
     }
 }
 
+/// `v`, but 0 where the mask is set.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq,fma")]
-fn apply(glu: Glu, g: __m512, u: __m512) -> __m512 {
-    let clamp = |u, limit| {
-        // min and max give their second operand where one is NaN.
-        let below = _mm512_min_ps(_mm512_set1_ps(limit), u);
-        _mm512_max_ps(_mm512_set1_ps(-limit), below)
-    };
-    match glu {
-        Glu::SwiGlu => _mm512_mul_ps(times_sigmoid(g, g), u),
-        Glu::SwiGluOai { alpha, limit } => {
-            let g = _mm512_min_ps(_mm512_set1_ps(limit), g);
-            let gated = times_sigmoid(g, _mm512_mul_ps(g, _mm512_set1_ps(alpha)));
-            _mm512_mul_ps(gated, _mm512_add_ps(clamp(u, limit), _mm512_set1_ps(1.0)))
-        }
-        Glu::SwiGluClamp { limit } => {
-            let g = _mm512_min_ps(_mm512_set1_ps(limit), g);
-            _mm512_mul_ps(times_sigmoid(g, g), clamp(u, limit))
-        }
-        Glu::ReGlu => _mm512_maskz_mul_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(g, _mm512_setzero_ps()), g, u),
-        Glu::GeGlu => {
-            let x = to_f16_and_back(g);
-            // 0.5 (1 + tanh z) = sigmoid(2 z).
-            let cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044_715), _mm512_set1_ps(1.0));
-            let z2 = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.595_769)), cubic);
-            let gelu = to_f16_and_back(times_sigmoid(x, z2));
-            let high = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(g, _mm512_set1_ps(10.0));
-            let low = _mm512_cmp_ps_mask::<_CMP_LE_OQ>(g, _mm512_set1_ps(-10.0));
-            // Below, ggml has 0 whatever u is.
-            _mm512_maskz_mul_ps(!low, _mm512_mask_mov_ps(gelu, high, g), u)
-        }
-        Glu::GeGluErf => {
-            let half = _mm512_mul_ps(g, _mm512_set1_ps(0.5));
-            let erf = erf(_mm512_mul_ps(g, _mm512_set1_ps(std::f32::consts::FRAC_1_SQRT_2)));
-            _mm512_mul_ps(_mm512_fmadd_ps(half, erf, half), u)
-        }
-        Glu::GeGluQuick => {
-            let x = to_f16_and_back(g);
-            let quick = times_sigmoid(x, _mm512_mul_ps(x, _mm512_set1_ps(1.702)));
-            _mm512_mul_ps(to_f16_and_back(quick), u)
-        }
-    }
+#[target_feature(enable = "avx512f")]
+fn zero_where(mask: __mmask16, v: __m512) -> __m512 {
+    zero_unless(!mask, v)
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn select(mask: __mmask16, yes: __m512, no: __m512) -> __m512 {
+    _mm512_mask_mov_ps(no, mask, yes)
 }
 
 #[inline]
@@ -87,47 +65,21 @@ fn to_f16_and_back(v: __m512) -> __m512 {
     _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
 }
 
-/// `x * sigmoid(z) = x / (1 + exp(-z))`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512dq,fma")]
-fn times_sigmoid(x: __m512, z: __m512) -> __m512 {
-    let minus_z = _mm512_xor_ps(z, _mm512_set1_ps(-0.0));
-    _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0), exp(minus_z)))
-}
-
-/// `exp(x)` within 2 units in the last place: `2^n * p(r)` with `x = n ln 2 + r`, |r| <= ln(2) / 2, and the Taylor polynomial
-/// of degree 7, whose next term is below 2^-27. NaN stays NaN; too large is Inf.
+/// `exp(x)` within 2 units in the last place: `2^n * p(r)` with `x = n ln 2 + r`, |r| <= ln(2) / 2. NaN stays NaN; too
+/// large is Inf.
 #[inline]
 #[target_feature(enable = "avx512f,fma")]
 fn exp(x: __m512) -> __m512 {
-    let set = |v: f32| _mm512_set1_ps(v);
     // min and max give their second operand where one is NaN.
     let x = _mm512_max_ps(set(-110.0), _mm512_min_ps(set(90.0), x));
     let n = _mm512_roundscale_ps::<0>(_mm512_mul_ps(x, set(std::f32::consts::LOG2_E)));
-    // ln 2 in two parts, the first with few bits, so that n times it is exact.
-    let r = _mm512_fnmadd_ps(n, set(0.693_359_4), x);
-    let r = _mm512_fnmadd_ps(n, set(-2.121_944_4e-4), r);
-    let mut p = set(1.0 / 5040.0);
-    for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+    let r = series::LN_2.into_iter().fold(x, |r, part| _mm512_fnmadd_ps(n, set(part), r));
+    let [first, rest @ ..] = series::EXP;
+    let mut p = set(first);
+    for c in rest {
         p = _mm512_fmadd_ps(p, r, set(c));
     }
     _mm512_scalef_ps(p, n)
-}
-
-/// The error function within 2e-7 (Abramowitz and Stegun 7.1.26).
-#[inline]
-#[target_feature(enable = "avx512f,avx512dq,fma")]
-fn erf(x: __m512) -> __m512 {
-    let set = |v: f32| _mm512_set1_ps(v);
-    let a = _mm512_abs_ps(x);
-    let t = _mm512_div_ps(set(1.0), _mm512_fmadd_ps(a, set(0.327_591_1), set(1.0)));
-    let mut p = set(1.061_405_4);
-    for c in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6, 0.0] {
-        p = _mm512_fmadd_ps(p, t, set(c));
-    }
-    let tail = _mm512_mul_ps(p, exp(_mm512_xor_ps(_mm512_mul_ps(a, a), set(-0.0))));
-    let sign = _mm512_and_ps(x, set(-0.0));
-    _mm512_or_ps(_mm512_sub_ps(set(1.0), tail), sign)
 }
 
 #[cfg(test)]

@@ -110,10 +110,14 @@ pub unsafe fn element(dtype: DType, row: *const u8, i: usize) -> f32 {
     }
 }
 
-/// The scale (rounded to f16) and quants of one block of 32 activations, as ggml's `quantize_row_q8_0` makes them on x86.
+/// The scale (rounded to f16) and quants of one block of 32 activations, as ggml's `quantize_row_q8_0` makes them on
+/// x86.
+///
+/// Quants are within 127, and 0 where ggml's conversion to an integer overflows: of NaN, in a block with Inf, and where
+/// `127 / max` is too large for f32, but then the scale is 0.
 pub fn quantize_q8_0(x: &[f32; QK8_0]) -> (f32, [i8; QK8_0]) {
     let max = x.iter().fold(0f32, |m, v| m.max(v.abs()));
-    let inverse = if max == 0.0 { 0.0 } else { 127.0 / max };
+    let inverse = if (127.0 / max).is_finite() { 127.0 / max } else { 0.0 };
     (f16::from_f32(max / 127.0).to_f32(), x.map(|v| (v * inverse).round_ties_even() as i8))
 }
 

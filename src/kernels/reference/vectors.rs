@@ -95,7 +95,8 @@ impl Vectors for Reference {
         for i in 0..n {
             // SAFETY: element i of each.
             unsafe {
-                let bias = if finish.bias.is_null() { 0.0 } else { finish.bias.add(i).read_unaligned() };
+                // -0.0, because 0.0 added to -0.0 makes another zero of it.
+                let bias = if finish.bias.is_null() { -0.0 } else { finish.bias.add(i).read_unaligned() };
                 let (v, to) = (c.add(i).read_unaligned() + bias, row.add(i));
                 to.write_unaligned(if finish.add { weight.mul_add(v, to.read_unaligned()) } else { weight * v });
             }

@@ -2,6 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use crate::kernels::series;
+
 /// Below this `e^x` counts as zero: it is 1e-38 of the largest weight.
 const SMALLEST: f32 = -87.3;
 
@@ -10,13 +12,12 @@ const SMALLEST: f32 = -87.3;
 #[target_feature(enable = "avx512f")]
 pub fn exp(x: __m512) -> __m512 {
     let counts = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(SMALLEST));
-    // x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite).
+    // x = n ln 2 + r with |r| <= ln 2 / 2.
     let n = _mm512_roundscale_ps::<0x08>(_mm512_mul_ps(x, _mm512_set1_ps(std::f32::consts::LOG2_E)));
-    let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693_359_4), x);
-    let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.121_944_4e-4), r);
-    // Taylor to degree 7 is within f32 rounding on that interval.
-    let mut p = _mm512_set1_ps(1.0 / 5040.0);
-    for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+    let r = series::LN_2.into_iter().fold(x, |r, part| _mm512_fnmadd_ps(n, _mm512_set1_ps(part), r));
+    let [first, rest @ ..] = series::EXP;
+    let mut p = _mm512_set1_ps(first);
+    for c in rest {
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
     }
     _mm512_maskz_scalef_ps(counts, p, n)
