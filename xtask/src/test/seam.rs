@@ -195,18 +195,22 @@ fn eval_callback(ui: &Ui) -> Result<Outcome> {
 fn imatrix(ui: &Ui) -> Result<Outcome> {
     needs_fit_cpu!();
     let plugin = plugin::ensure(ui)?;
-    let (stock, hina) = (logits::scratch("imatrix-stock.gguf")?, logits::scratch("imatrix-hina.gguf")?);
-    for (name, program, out) in
-        [("stock", plugin.stock("llama-imatrix"), &stock), ("hina", plugin.hina("llama-imatrix"), &hina)]
-    {
-        let mut command = program;
+    let runs: [(_, _, &[&str]); 3] = [
+        ("stock", plugin.stock("llama-imatrix"), &[]),
+        ("hina", plugin.hina("llama-imatrix"), &[]),
+        ("control", plugin.stock("llama-imatrix"), &["-fa", "off"]),
+    ];
+    let mut files = Vec::new();
+    for (name, mut command, options) in runs {
+        let out = logits::scratch(&format!("imatrix-{name}.gguf"))?;
         command.arg("-m").arg(tiny(ui, WeightType::Bf16)?).arg("-f").arg(paths::asset("data/text.txt"));
-        command.args(["-c", "64", "--no-ppl", "-o"]).arg(out);
+        command.args(["-c", "64", "--no-ppl", "-o"]).arg(&out).args(options);
         Job::new(format!("llama-imatrix, {name}"), &format!("imatrix-{name}"), command).run(ui)?;
+        files.push(out);
     }
     let mut command = Command::new(toolchain::python(ui)?);
-    command.arg(paths::asset("py/same_imatrix.py")).args([stock, hina]);
-    let text = Job::new("comparing the two", "imatrix-compare", command).capture(ui)?;
+    command.arg(paths::asset("py/same_imatrix.py")).args(files);
+    let text = Job::new("comparing them", "imatrix-compare", command).capture(ui)?;
     Ok(Outcome::Passed(text.trim().into()))
 }
 
