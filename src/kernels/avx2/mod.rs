@@ -6,7 +6,9 @@ mod bf16;
 mod glu;
 mod int8;
 mod pack;
+mod pieces;
 mod store;
+mod sums;
 mod vectors;
 
 use super::Engine;
