@@ -68,6 +68,25 @@ impl Sweep {
         }
     }
 
+    /// Only some of each step's lines.
+    pub fn only(self, lines: std::ops::Range<usize>) -> Self {
+        let end = lines.end.min(self.lines);
+        let at = self.at.wrapping_add(lines.start * self.apart);
+        Self { at, lines: end.saturating_sub(lines.start), ..self }
+    }
+
+    /// Prefetches all lines of the step in hand and goes on to the next one.
+    #[inline(always)]
+    pub fn step(&mut self) {
+        let mut at = self.at;
+        for _ in 0..self.lines {
+            // SAFETY: as in `line`.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+            at = at.wrapping_add(self.apart);
+        }
+        self.advance();
+    }
+
     /// Goes on to the next step.
     #[inline(always)]
     pub fn advance(&mut self) {

@@ -1,0 +1,73 @@
+//! Sums in registers: kept there, and added up.
+
+#![expect(clippy::needless_range_loop, reason = "register blocks are indexed by row and token")]
+
+use std::arch::x86_64::*;
+
+/// No instruction, but a place where all these sums (arrays of vectors) are in registers, and before which no later
+/// load is moved. With 12 sums the compiler has four registers left: without such places it mixes the steps of a loop
+/// until sums go to memory.
+macro_rules! settle {
+    ($sums:expr) => {
+        // In an unsafe block of the caller's; it is safe, as there is no instruction.
+        for sum in &mut $sums {
+            std::arch::asm!("/* {0} */", inout(ymm_reg) * sum, options(nostack, preserves_flags));
+        }
+    };
+}
+pub(super) use settle;
+
+/// The sums of four vectors' lanes. Each sum's order of additions does not depend on the other vectors.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub fn sums4(v: [__m256; 4]) -> __m128 {
+    let abcd = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps::<1>(abcd))
+}
+
+/// Writes the sums of `T` tokens with `R` rows (4 or 1): token `t`'s to `y + t * ld`.
+#[inline]
+#[target_feature(enable = "avx2")]
+// SAFETY: contract: `y` is writable there for `R` f32.
+pub unsafe fn store_sums<const R: usize, const T: usize>(acc: &[[__m256; T]; R], y: *mut f32, ld: usize) {
+    for t in 0..T {
+        let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm256_setzero_ps() }));
+        // SAFETY: R sums of token t.
+        unsafe {
+            match R {
+                4 => _mm_storeu_ps(y.add(t * ld), sums),
+                _ => _mm_store_ss(y.add(t * ld), sums),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Avx2;
+
+    #[target_feature(enable = "avx2")]
+    fn check() {
+        let cell = |i: usize, j: usize| (i * 8 + j) as f32;
+        let v = std::array::from_fn(|i| {
+            let row: [f32; 8] = std::array::from_fn(|j| cell(i, j));
+            // SAFETY: 32 readable bytes.
+            unsafe { _mm256_loadu_ps(row.as_ptr()) }
+        });
+        let mut got = [0f32; 4];
+        // SAFETY: 16 writable bytes.
+        unsafe { _mm_storeu_ps(got.as_mut_ptr(), sums4(v)) };
+        assert_eq!(got, std::array::from_fn(|i| (0..8).map(|j| cell(i, j)).sum::<f32>()));
+    }
+
+    #[test]
+    fn sums_are_those_of_the_definition() {
+        if Avx2::detect().is_none() {
+            println!("skipped: this CPU has no AVX2");
+            return;
+        }
+        // SAFETY: the features were detected just now.
+        unsafe { check() }
+    }
+}
