@@ -3,7 +3,7 @@
 //! | variable | values | meaning |
 //! |---|---|---|
 //! | `GGML_HINA_DISABLE` | `0`, `1` | `1`: offer no device |
-//! | `GGML_HINA_ISA` | `auto`, `amx`, `avx512` | which engine runs; `auto` takes AMX where it works |
+//! | `GGML_HINA_ISA` | `auto`, `amx`, `avx512`, `avx2` | which engine runs; `auto` takes the best that works |
 //! | `GGML_HINA_FUSE` | `1`, `0` | `0`: run every claimed node by itself |
 //! | `GGML_HINA_PREFILL` | `gpu`, `cpu` | with a GPU present, who runs large batches over weights in host memory |
 //! | `GGML_HINA_NUMA` | `auto`, `off`, `pin` | who computes on which node's pages |
@@ -21,13 +21,15 @@ use crate::numa::threads::Mode;
 /// Which engine the user asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IsaChoice {
-    /// AMX where CPU and kernel allow it, else AVX-512.
+    /// AMX where CPU and kernel allow it, else AVX-512, else AVX2.
     #[default]
     Auto,
     /// AMX or nothing.
     Amx,
     /// AVX-512 even where AMX works.
     Avx512,
+    /// AVX2 even where AVX-512 works.
+    Avx2,
 }
 
 /// Who runs large batches over weights in host memory when a GPU is there.
@@ -82,7 +84,12 @@ impl Config {
         let disable = switch("GGML_HINA_DISABLE", false);
         let fuse = switch("GGML_HINA_FUSE", true);
         let verbose = switch("GGML_HINA_VERBOSE", false);
-        let isa = [("auto", IsaChoice::Auto), ("amx", IsaChoice::Amx), ("avx512", IsaChoice::Avx512)];
+        let isa = [
+            ("auto", IsaChoice::Auto),
+            ("amx", IsaChoice::Amx),
+            ("avx512", IsaChoice::Avx512),
+            ("avx2", IsaChoice::Avx2),
+        ];
         let numa = [("auto", Mode::Auto), ("off", Mode::Off), ("pin", Mode::Pin)];
         let prefill = [("gpu", Prefill::Gpu), ("cpu", Prefill::Cpu)];
         Self {
@@ -174,6 +181,6 @@ mod tests {
         assert_eq!(config, read(&[]).0);
         assert_eq!(warnings.len(), names.len());
         let isa = warnings.iter().find(|w| w.contains("_ISA")).unwrap();
-        assert!(isa.contains("maybe") && isa.contains("auto, amx, avx512"), "{isa}");
+        assert!(isa.contains("maybe") && isa.contains("auto, amx, avx512, avx2"), "{isa}");
     }
 }

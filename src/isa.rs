@@ -201,17 +201,16 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The best engine of this CPU, or none if even AVX2 is missing.
-    pub fn best() -> Option<Self> {
-        match Amx::detect() {
-            Ok(amx) => Some(Self::Amx(amx)),
-            Err(_) => Self::best_vectors(),
-        }
+    /// The engines that this CPU has, the best first.
+    pub fn all() -> Vec<Self> {
+        let [amx, avx512, avx2] =
+            [Amx::detect().ok().map(Self::Amx), Avx512::detect().map(Self::Avx512), Avx2::detect().map(Self::Avx2)];
+        [amx, avx512, avx2].into_iter().flatten().collect()
     }
 
-    /// The best engine without AMX.
-    pub fn best_vectors() -> Option<Self> {
-        Avx512::detect().map(Self::Avx512).or_else(|| Avx2::detect().map(Self::Avx2))
+    /// The best engine of this CPU, or none if even AVX2 is missing.
+    pub fn best() -> Option<Self> {
+        Self::all().first().copied()
     }
 }
 

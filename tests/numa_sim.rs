@@ -27,9 +27,20 @@ fn pages_on_two_nodes_give_the_same_numbers_and_are_counted() {
             let error = nmse(&values(net.named("y")), &want);
             assert!(error < 1e-7, "type {kind}, {tokens} tokens: {error:e}");
             let did = std::fs::read_to_string(&stats).unwrap();
-            // With many tokens it is computing that takes the time, and the normal path runs.
-            assert_eq!(did.contains("local_bytes"), tokens <= 32, "{did}");
+            // With many tokens it is computing that takes the time: the normal path runs, by halves on each node.
+            let share = share_of_local(&did);
+            assert!(if tokens <= 32 { share > 0.99 } else { (0.3..0.7).contains(&share) }, "{tokens} tokens: {did}");
         }
     }
     let _ = std::fs::remove_file(&stats);
+}
+
+/// The share of the weights' bytes that lay on the worker's node.
+fn share_of_local(stats: &str) -> f64 {
+    let number = |name: &str| {
+        let (_, rest) = stats.split_once(name).unwrap_or_else(|| panic!("no {name} in {stats}"));
+        rest.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<f64>().unwrap()
+    };
+    let (local, remote) = (number("\"local_bytes\":"), number("\"remote_bytes\":"));
+    local / (local + remote)
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ggml_hina::isa::Avx512;
+use ggml_hina::isa::{Avx2, Avx512};
 use ggml_hina::kernels::Engine;
 use ggml_hina::kernels::reference::{Reference, nmse, pack_panel};
 use ggml_hina::numa::NodeId;
@@ -286,9 +286,10 @@ fn segments(m: &Machine) -> Result<String, String> {
         ensure(m.topology.nodes().len() < 2, || "no NUMA with several nodes".into())?;
         return Ok("skipped: one node".into());
     };
-    match Avx512::detect() {
-        Some(isa) => segments_on(isa, "AVX-512", &numa),
-        None => segments_on(Reference, "plain loops: no AVX-512 BF16 here", &numa),
+    match (Avx512::detect(), Avx2::detect()) {
+        (Some(isa), _) => segments_on(isa, "AVX-512", &numa),
+        (None, Some(isa)) => segments_on(isa, "AVX2", &numa),
+        (None, None) => segments_on(Reference, "plain loops: no AVX2 here", &numa),
     }
 }
 

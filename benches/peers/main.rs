@@ -49,7 +49,7 @@ fn main() {
         return;
     }
     let Some(isa) = Isa::best() else {
-        println!("skipped: this CPU has no AVX-512 BF16 and VNNI");
+        println!("skipped: this CPU has no AVX2");
         return;
     };
     let patterns: Vec<&String> = args.iter().filter(|a| !a.starts_with("--")).collect();
@@ -108,7 +108,7 @@ impl Bench {
         let bytes = weight_bytes(shape, DType::Bf16);
         let memory = Memory::weights(DType::Bf16, bytes);
         let memory = &memory.bytes()[..bytes];
-        let ceilings = Ceilings::measure(self.isa.avx512(), &self.pool, memory, 5);
+        let ceilings = Ceilings::measure(self.isa, &self.pool, memory, 5);
         println!(
             "\n{} ({} experts of {} x {}): read {:.1} GB/s, BF16 peak {:.0} GFLOP/s",
             shape.name,
@@ -116,12 +116,12 @@ impl Bench {
             shape.n_embd,
             shape.n_ff,
             ceilings.read * 1e-9,
-            ceilings.bf16() * 1e-9
+            ceilings.bf16.rate * 1e-9
         );
         println!("{:>4} {:>9} {:>9} {:>9} {:>9} {:>9}", "m", "HiNa", "ggml", "oneDNN", "packed", "roofline");
         for &m in sizes {
             let mut layer = Layer::new(shape, DType::Bf16, memory, even(shape, m));
-            let floor = (layer.bytes_read() / ceilings.read).max(layer.operations() / ceilings.bf16());
+            let floor = (layer.bytes_read() / ceilings.read).max(layer.operations() / ceilings.bf16.rate);
             let times = self.times(&mut layer, memory, m);
             let cells: Vec<String> = times
                 .iter()

@@ -48,7 +48,7 @@ pub fn engine() -> String {
     match (Isa::best(), Amx::detect()) {
         (Some(isa), Ok(_)) => isa.to_string(),
         (Some(isa), Err(why)) => format!("{isa} ({why})"),
-        (None, _) => "none: this CPU lacks AVX-512 BF16 and VNNI".into(),
+        (None, _) => "none: this CPU lacks AVX2, FMA or F16C".into(),
     }
 }
 

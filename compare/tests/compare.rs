@@ -179,7 +179,7 @@ fn the_real_programs() {
         return;
     };
     if ggml_hina::isa::Isa::best().is_none() {
-        println!("skipped: this CPU has no AVX-512 BF16");
+        println!("skipped: this CPU has no AVX2");
         return;
     }
     let dir = Dir::new("real");

@@ -15,6 +15,7 @@ use crate::team::{Team, Worker, WorkerError};
 
 /// An operation of ours, ready to run.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "one for each claimed node, most of them the large one")]
 pub enum Work {
     /// One expert product.
     MulMatId(MulMatId<'static>),
@@ -59,7 +60,8 @@ impl Work {
     /// The same work, following its weights' pages where they lie on several NUMA nodes.
     pub fn on_nodes(self, run: &'static Run) -> Self {
         let Some(numa) = plugin::numa() else { return self };
-        let nodes = OnNodes { numa, seats: &run.seats, tally: run.stats.tally(self.kind()) };
+        let tally = run.stats.tally(self.kind());
+        let nodes = OnNodes { numa, seats: &run.seats, tally, count_plain: run.stats.on() };
         match self {
             Self::MulMatId(op) => Self::MulMatId(op.follow_pages(nodes)),
             Self::MulMat(op) => Self::MulMat(op.follow_pages(nodes)),

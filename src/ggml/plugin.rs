@@ -7,7 +7,7 @@ use std::sync::{Once, OnceLock};
 use super::sys;
 use super::{backend, cpu, device, log};
 use crate::config::{Config, IsaChoice};
-use crate::isa::{Amx, AmxRefused, Avx512, Isa};
+use crate::isa::{Amx, AmxRefused, Avx2, Avx512, Isa};
 use crate::numa::tensors::Numa;
 use crate::numa::topology::Topology;
 use crate::team::panic_message;
@@ -46,21 +46,23 @@ pub fn numa() -> Option<&'static Numa> {
 }
 
 fn choose(choice: IsaChoice) -> Option<Isa> {
-    let avx512 = || Avx512::detect().map(Isa::Avx512);
-    if choice == IsaChoice::Avx512 {
-        return avx512();
-    }
-    match (Amx::detect(), choice) {
-        (Ok(amx), _) => Some(Isa::Amx(amx)),
-        (Err(why), IsaChoice::Amx) => {
-            log::error(&format!("GGML_HINA_ISA=amx, but {why}: the backend is not used"));
-            None
+    let refused = |name: &str, why: &dyn std::fmt::Display| {
+        log::error(&format!("GGML_HINA_ISA={name}, but {why}: the backend is not used"));
+        None
+    };
+    match choice {
+        IsaChoice::Avx2 => Avx2::detect().map(Isa::Avx2).or_else(|| refused("avx2", &"this CPU has no AVX2")),
+        IsaChoice::Avx512 => {
+            let why = "this CPU has no AVX-512 BF16 and VNNI";
+            Avx512::detect().map(Isa::Avx512).or_else(|| refused("avx512", &why))
         }
-        (Err(AmxRefused::NotInCpu), _) => avx512(),
-        (Err(why), _) => {
-            let isa = avx512();
-            if isa.is_some() {
-                log::info(&format!("{why}: AVX-512 is used instead of AMX"));
+        IsaChoice::Amx => Amx::detect().map_or_else(|why| refused("amx", &why), |amx| Some(Isa::Amx(amx))),
+        IsaChoice::Auto => {
+            let isa = Isa::best();
+            if let (Some(isa @ (Isa::Avx512(_) | Isa::Avx2(_))), Err(why)) = (isa, Amx::detect())
+                && why != AmxRefused::NotInCpu
+            {
+                log::info(&format!("{why}: {isa} is used instead of AMX"));
             }
             isa
         }
@@ -146,6 +148,7 @@ unsafe extern "C" fn get_features(_reg: sys::ggml_backend_reg_t) -> *mut sys::gg
             let names: &[&CStr] = match isa() {
                 Some(Isa::Amx(_)) => &[c"AMX_BF16", c"AMX_INT8", c"AVX512_BF16", c"AVX512_VNNI"],
                 Some(Isa::Avx512(_)) => &[c"AVX512_BF16", c"AVX512_VNNI"],
+                Some(Isa::Avx2(_)) => &[c"AVX2", c"FMA"],
                 None => &[],
             };
             let feature = |name: *const c_char, value| sys::ggml_backend_feature { name, value };
@@ -173,7 +176,7 @@ pub extern "C" fn ggml_backend_init() -> sys::ggml_backend_reg_t {
     })
 }
 
-/// How well this CPU suits (`ggml_backend_score_t`): 0 on a CPU without AVX-512 BF16 and VNNI, and where the user wants no HiNa,
+/// How well this CPU suits (`ggml_backend_score_t`): 0 on a CPU without AVX2, and where the user wants no HiNa,
 /// so that no program lists it.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_backend_score() -> c_int {
@@ -191,6 +194,7 @@ pub extern "C" fn ggml_hina_score() -> c_int {
         match isa() {
             Some(Isa::Amx(_)) => 200,
             Some(Isa::Avx512(_)) => 100,
+            Some(Isa::Avx2(_)) => 50,
             None => 0,
         }
     })

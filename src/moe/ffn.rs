@@ -6,14 +6,13 @@
 use super::blocks::{Blocks, MAX_ROWS, block_rows, each};
 use super::cblock::{CBlock, Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
-use super::nodes::{OnNodes, Segments};
+use super::nodes::{OnNodes, Placed, Segments};
 use super::routing::{Active, Ids, Pair, Routing};
 use super::{Carver, OpError, cost, on_engine};
 use crate::cost::Cost;
 use crate::isa::Isa;
 use crate::kernels::glu::Glu;
 use crate::kernels::{Engine, Finish};
-use crate::numa::tensors::TensorPlan;
 use crate::team::Worker;
 use crate::tensor::{Rows, View, ViewMut, Weights};
 
@@ -68,9 +67,8 @@ pub struct FfnParts<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Ffn<'a> {
     parts: FfnParts<'a>,
-    nodes: Option<OnNodes<'a>>,
-    /// Of gate, up and down.
-    plans: [Option<&'a TensorPlan>; 3],
+    /// Gate, up and down, on a machine with several nodes.
+    placed: [Option<Placed<'a>>; 3],
 }
 
 /// Where the pieces of the scratch memory are, some of them a worker's own.
@@ -90,6 +88,7 @@ struct Areas<'a> {
 /// One worker's state while it runs.
 struct Run<'a, E: Engine> {
     parts: &'a FfnParts<'a>,
+    placed: [Option<Placed<'a>>; 3],
     areas: Areas<'a>,
     routing: Routing<'a>,
     multiplier: Multiplier<E>,
@@ -115,14 +114,13 @@ impl<'a> Ffn<'a> {
             Output::Slots(dst) => assert_eq!(dst.ne[..3], [down.n, slots[0], slots[1]], "shape of the result"),
             Output::Sum(dst) => assert_eq!(dst.ne[..2], [down.n, slots[1]], "shape of the result"),
         }
-        Self { parts, nodes: None, plans: [None; 3] }
+        Self { parts, placed: [None; 3] }
     }
 
     /// Follows the pages of its weights, where they lie on several nodes and the tokens are few; gate and up only together.
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
         let FfnParts { gate, up, down, ids, .. } = &self.parts;
-        let plans = [gate, up, down].map(|w| nodes.plan(w, ids.n_tokens()));
-        Self { nodes: Some(nodes), plans, ..self }
+        Self { placed: [gate, up, down].map(|w| nodes.of(w, ids.n_tokens())), ..self }
     }
 
     /// What it has to read and compute; for before it runs, as the result may overwrite the ids.
@@ -151,8 +149,8 @@ impl<'a> Ffn<'a> {
         let shape = [pairs, experts];
         // The partial sums of gate and up are done with when those of down begin.
         let mut over = carver;
-        let [gate, up] = [0, 1].map(|i| Segments::carve(self.nodes, self.plans[i], &mut carver, shape));
-        let down = Segments::carve(self.nodes, self.plans[2], &mut over, shape);
+        let [gate, up] = [0, 1].map(|i| Segments::carve(self.placed[i], &mut carver, shape));
+        let down = Segments::carve(self.placed[2], &mut over, shape);
         let gate_up = gate.zip(up).map(|(gate, up)| [gate, up]);
         Areas { bytes: carver.used.max(over.used), x, h, routing, weights, c, sums, gate_up, down }
     }
@@ -194,7 +192,7 @@ impl<'a> Ffn<'a> {
         unsafe { gather(engine.vectors(), w, &routing, &source, &areas.x) };
         w.barrier();
         let multiplier = Multiplier::new(engine);
-        let mut run = Run { parts: &self.parts, areas, routing, multiplier };
+        let mut run = Run { parts: &self.parts, placed: self.placed, areas, routing, multiplier };
         // SAFETY: the tokens are packed; then, behind the barrier, the next product's tokens are.
         unsafe {
             run.gate_up(w);
@@ -234,6 +232,9 @@ impl<E: Engine> Run<'_, E> {
         each(w, gates.count(), |block, next| {
             let (active, gate, first) = gates.get(block);
             let (_, up, _) = ups.get(block);
+            if segments.is_none() {
+                self.count(w, 0..2, active.expert, (first, gate.n));
+            }
             let gate = gate.then(up.data);
             let up = next.map_or(up, |next| up.then(gates.start(next)));
             let bias = [gate_bias, up_bias].map(|b| Bias::at(b, active.expert, first));
@@ -289,6 +290,11 @@ impl<E: Engine> Run<'_, E> {
         }
     }
 
+    /// Counts the bytes of rows that are multiplied plainly, where that is wanted.
+    fn count(&self, w: &Worker<'_>, which: std::ops::Range<usize>, expert: usize, rows: (usize, usize)) {
+        self.placed[which].iter().flatten().for_each(|placed| placed.count(w, expert, rows));
+    }
+
     /// Router weight of the expert's pair `t`.
     fn weight(&self, active: &Active, t: usize) -> f32 {
         match self.parts.router {
@@ -305,6 +311,9 @@ impl<E: Engine> Run<'_, E> {
         let blocks = Blocks::new(down, &self.routing, w.nth(), E::ROWS);
         each(w, blocks.count(), |block, next| {
             let (active, rows, first) = blocks.get(block);
+            if self.areas.down.is_none() {
+                self.count(w, 2..3, active.expert, (first, rows.n));
+            }
             let rows = next.map_or(rows, |next| rows.then(blocks.start(next)));
             let finish = Finish { bias: Bias::at(down_bias, active.expert, first), add: false };
             for chunk in Chunk::all(active, rows.n, ROOM) {
@@ -336,6 +345,9 @@ impl<E: Engine> Run<'_, E> {
             unsafe { sums.write_bytes(0, tokens * size) };
             for (i, a) in active.iter().enumerate() {
                 let rows = down.rows(a.expert, first, n);
+                if self.areas.down.is_none() {
+                    self.count(w, 2..3, a.expert, (first, n));
+                }
                 let next = match active.get(i + 1) {
                     Some(a) => Some(down.rows(a.expert, first, 0)),
                     None => next.map(|next| down.rows(active[0].expert, next * size, 0)),

@@ -3,13 +3,12 @@
 use super::blocks::{Blocks, each};
 use super::cblock::{Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
-use super::nodes::{OnNodes, Segments};
+use super::nodes::{OnNodes, Placed, Segments};
 use super::routing::{Ids, Pair, Routing};
 use super::{Carver, OpError, cost, on_engine};
 use crate::cost::Cost;
 use crate::isa::Isa;
 use crate::kernels::{Engine, Finish};
-use crate::numa::tensors::TensorPlan;
 use crate::team::Worker;
 use crate::tensor::{View, ViewMut, Weights};
 
@@ -20,7 +19,7 @@ pub struct MulMatId<'a> {
     x: View<'a>,
     ids: Ids<'a>,
     dst: ViewMut<'a>,
-    nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
+    placed: Option<Placed<'a>>,
 }
 
 impl<'a> MulMatId<'a> {
@@ -34,13 +33,12 @@ impl<'a> MulMatId<'a> {
         assert_eq!(x.ne[0], w.k, "columns of x");
         assert_eq!(x.ne[2], ids.n_tokens(), "tokens of x");
         assert_eq!(dst.ne[..3], [w.n, ids.n_used(), ids.n_tokens()], "shape of dst");
-        Self { w, x, ids, dst, nodes: None }
+        Self { w, x, ids, dst, placed: None }
     }
 
     /// Follows the pages of its weights, where they lie on several nodes and the tokens are few.
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
-        let plan = nodes.plan(&self.w, self.ids.n_tokens());
-        Self { nodes: plan.map(|plan| (nodes, plan)), ..self }
+        Self { placed: nodes.of(&self.w, self.ids.n_tokens()), ..self }
     }
 
     /// What it has to read and compute; for before it runs, as the result may overwrite the ids.
@@ -51,7 +49,7 @@ impl<'a> MulMatId<'a> {
     /// Bytes of scratch for a team of `nth`.
     pub fn scratch_bytes(&self, nth: usize) -> usize {
         let shape = [self.ids.n_used(), self.ids.n_tokens()];
-        Areas::new(std::ptr::null_mut(), &self.w, shape, self.nodes, (0, nth)).bytes
+        Areas::new(std::ptr::null_mut(), &self.w, shape, self.placed, (0, nth)).bytes
     }
 
     /// This worker's part; every worker of the team calls it with the same `scratch`.
@@ -65,7 +63,7 @@ impl<'a> MulMatId<'a> {
     pub unsafe fn run(&self, isa: Isa, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let product = Product {
             w: self.w,
-            nodes: self.nodes,
+            placed: self.placed,
             slots: self.ids.n_used(),
             tokens: self.ids.n_tokens(),
             expert: |slot, token| self.ids.get(slot, token),
@@ -85,7 +83,7 @@ pub struct MulMat<'a> {
     ratio: [usize; 2],
     x: View<'a>,
     dst: ViewMut<'a>,
-    nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
+    placed: Option<Placed<'a>>,
 }
 
 impl<'a> MulMat<'a> {
@@ -102,13 +100,12 @@ impl<'a> MulMat<'a> {
             w.experts == w_ne2 * w_ne3 && x.ne[2].is_multiple_of(w_ne2) && x.ne[3].is_multiple_of(w_ne3),
             "broadcast"
         );
-        Self { w, ratio: [x.ne[2] / w_ne2, x.ne[3] / w_ne3], x, dst, nodes: None }
+        Self { w, ratio: [x.ne[2] / w_ne2, x.ne[3] / w_ne3], x, dst, placed: None }
     }
 
     /// Follows the pages of its weights, where they lie on several nodes and the tokens are few.
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
-        let plan = nodes.plan(&self.w, self.x.ne[1]);
-        Self { nodes: plan.map(|plan| (nodes, plan)), ..self }
+        Self { placed: nodes.of(&self.w, self.x.ne[1]), ..self }
     }
 
     /// What it has to read and compute.
@@ -119,7 +116,7 @@ impl<'a> MulMat<'a> {
     /// Bytes of scratch for a team of `nth`.
     pub fn scratch_bytes(&self, nth: usize) -> usize {
         let shape = [self.x.ne[2] * self.x.ne[3], self.x.ne[1]];
-        Areas::new(std::ptr::null_mut(), &self.w, shape, self.nodes, (0, nth)).bytes
+        Areas::new(std::ptr::null_mut(), &self.w, shape, self.placed, (0, nth)).bytes
     }
 
     /// This worker's part; every worker of the team calls it with the same `scratch`.
@@ -136,7 +133,7 @@ impl<'a> MulMat<'a> {
         // A slot is a pair of indices in dimensions 2 and 3, so that all tokens of a matrix meet.
         let product = Product {
             w: self.w,
-            nodes: self.nodes,
+            placed: self.placed,
             slots: ne2 * ne3,
             tokens,
             expert: |slot, _| (slot % ne2 / self.ratio[0] + slot / ne2 / self.ratio[1] * w_ne2) as i32,
@@ -162,7 +159,7 @@ impl<'a> Areas<'a> {
         scratch: *mut u8,
         w: &Weights<'_>,
         [slots, tokens]: [usize; 2],
-        nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
+        placed: Option<Placed<'a>>,
         (ith, nth): (usize, usize),
     ) -> Self {
         let pairs = slots * tokens;
@@ -170,8 +167,7 @@ impl<'a> Areas<'a> {
         let packed = Packed::carve(&mut carver, w.dtype, w.k, pairs, w.experts);
         let routing = carver.take_each(Routing::scratch_bytes(pairs, w.experts), ith, nth);
         let c = carver.take_each(ROOM * 4, ith, nth).cast();
-        let (nodes, plan) = nodes.unzip();
-        let segments = Segments::carve(nodes, plan, &mut carver, [pairs, w.experts]);
+        let segments = Segments::carve(placed, &mut carver, [pairs, w.experts]);
         Self { bytes: carver.used, routing, packed, c, segments }
     }
 }
@@ -179,7 +175,7 @@ impl<'a> Areas<'a> {
 /// What both operations are: pairs of slot and token, each with its matrix, its activations and its place in the result.
 struct Product<'a, Expert, Source, To> {
     w: Weights<'a>,
-    nodes: Option<(OnNodes<'a>, &'a TensorPlan)>,
+    placed: Option<Placed<'a>>,
     slots: usize,
     tokens: usize,
     expert: Expert,
@@ -195,7 +191,7 @@ where
 {
     // SAFETY: as `MulMatId::run`.
     unsafe fn run<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
-        let areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.nodes, (w.ith(), w.nth()));
+        let areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.placed, (w.ith(), w.nth()));
         let segments = areas.segments;
         let _pinned = segments.and_then(|s| s.take_seat(w));
         let dot_tokens = |tokens| engine.dot_tokens(self.w.dtype, tokens);
@@ -215,6 +211,9 @@ where
         let finish = Finish { bias: std::ptr::null(), add: false };
         each(w, blocks.count(), |block, next| {
             let (active, rows, first) = blocks.get(block);
+            if let (Some(placed), None) = (&self.placed, &segments) {
+                placed.count(w, active.expert, (first, rows.n));
+            }
             let rows = next.map_or(rows, |next| rows.then(blocks.start(next)));
             for chunk in Chunk::all(active, rows.n, ROOM) {
                 let pairs = &routing.of(active)[chunk.range()];

@@ -22,13 +22,40 @@ pub struct OnNodes<'a> {
     pub seats: &'a Seats,
     /// Counts the weights' bytes.
     pub tally: &'a Tally,
+    /// Whether to count those of plain products too, which costs a look at each row's pages.
+    pub count_plain: bool,
 }
 
 impl<'a> OnNodes<'a> {
-    /// The plan of a tensor for an operation of so many tokens. None where the normal path is right: on one node, and where
-    /// computing the tokens takes the time and not reading the weights.
-    pub fn plan(&self, w: &Weights<'_>, tokens: usize) -> Option<&'a TensorPlan> {
-        if tokens <= MAX_TOKENS { self.numa.tensor(w) } else { None }
+    /// What is known of a tensor, for an operation of so many tokens. None where there is nothing to do about it.
+    pub fn of(self, w: &Weights<'_>, tokens: usize) -> Option<Placed<'a>> {
+        let few = tokens <= MAX_TOKENS;
+        if !few && !self.count_plain {
+            return None;
+        }
+        let (plan, spread) = self.numa.known(w)?;
+        let segments = few && spread;
+        (segments || self.count_plain).then_some(Placed { nodes: self, plan, segments })
+    }
+}
+
+/// A tensor whose pages' nodes are known.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed<'a> {
+    nodes: OnNodes<'a>,
+    plan: &'a TensorPlan,
+    /// Whether to multiply by segments. The normal path is right on one node, and where computing the tokens takes the time
+    /// and not reading the weights.
+    segments: bool,
+}
+
+impl Placed<'_> {
+    /// Counts rows `[first, first + n)` of an expert that this worker multiplies plainly.
+    pub fn count(&self, worker: &Worker<'_>, expert: usize, (first, n): (usize, usize)) {
+        let OnNodes { numa, tally, .. } = self.nodes;
+        let node = numa.ids()[numa.place(worker.ith(), worker.nth())];
+        let (all, local) = self.plan.expert(expert).bytes_of_rows(first..first + n, node);
+        tally.add(local, all - local);
     }
 }
 
@@ -43,14 +70,9 @@ pub struct Segments<'a> {
 }
 
 impl<'a> Segments<'a> {
-    /// Takes room for the partial sums of any routing of `pairs` pairs over `experts` experts. None without a plan.
-    pub fn carve(
-        nodes: Option<OnNodes<'a>>,
-        plan: Option<&'a TensorPlan>,
-        carver: &mut Carver,
-        [pairs, experts]: [usize; 2],
-    ) -> Option<Self> {
-        let (nodes, plan) = nodes.zip(plan)?;
+    /// Takes room for the partial sums of any routing of `pairs` pairs over `experts` experts. None where products are plain.
+    pub fn carve(placed: Option<Placed<'a>>, carver: &mut Carver, [pairs, experts]: [usize; 2]) -> Option<Self> {
+        let Placed { nodes, plan, .. } = placed.filter(|p| p.segments)?;
         let active = pairs.min(experts);
         let rows_at = plan.slots() * (pairs / PANEL + active) * PANEL;
         let rows = plan.slots() * pairs.min(active * MAX_TOKEN_ROWS);
@@ -93,7 +115,7 @@ impl<'a> Segments<'a> {
         routing: &Routing<'_>,
         packed: &Packed,
     ) {
-        let OnNodes { numa, seats, tally } = self.nodes;
+        let OnNodes { numa, seats, tally, .. } = self.nodes;
         let uses = Uses { count: routing.active.len(), of: |i: usize| self.of(&routing.active[i]) };
         let duty = Duty::new(&uses.bytes(numa.ids()), seats, numa.near(), (worker.ith(), worker.nth()));
         let node = numa.ids()[seats.place(worker.ith())];

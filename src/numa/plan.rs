@@ -269,6 +269,22 @@ impl Plan {
         (block, (row - block.first as usize) / self.step)
     }
 
+    /// Bytes of some rows, and those of them that lie on `node`. Over whole blocks the sums are exact; a row of a block whose
+    /// rows are not cut alike counts as much as the others of it.
+    pub fn bytes_of_rows(&self, rows: Range<usize>, node: NodeId) -> (u64, u64) {
+        let (mut all, mut local) = (0, 0);
+        for row in rows {
+            let (block, j) = self.block_of(row);
+            let (j, n) = (j as u64, u64::from(block.rows));
+            let share = |bytes: u32| u64::from(bytes) * (j + 1) / n - u64::from(bytes) * j / n;
+            for part in &self.parts[block.parts.start as usize..block.parts.end as usize] {
+                all += share(part.bytes);
+                local += share(self.bytes_on(part, node));
+            }
+        }
+        (all, local)
+    }
+
     /// All bytes of weights, and those that are not on the node of their part.
     pub fn bytes(&self) -> (u64, u64) {
         let all = self.parts.iter().map(|p| u64::from(p.bytes)).sum();

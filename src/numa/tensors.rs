@@ -110,7 +110,8 @@ struct Tensor {
     /// The one in use is the last; those before it may still be in someone's hands.
     #[expect(clippy::vec_box, reason = "their addresses stay when the list grows")]
     plans: Vec<Box<TensorPlan>>,
-    in_use: bool,
+    /// Whether the last one's pages are on several nodes.
+    spread: bool,
 }
 
 /// The machine's nodes and the plans of the tensors seen so far.
@@ -188,9 +189,15 @@ impl Numa {
         (self.mode == Mode::Pin && self.sim.is_none()).then(|| Pinned::spread(&self.topology, ith, nth)).flatten()
     }
 
-    /// The plans of a tensor, to be asked for once in each call that uses it, by one thread. None for the normal path: its pages
-    /// are on one node, or most are not known yet (they are asked for again in later calls), or the kernel does not tell.
+    /// The plans of a tensor whose pages lie on several nodes, to be asked for once in each call that uses it, by one thread.
+    /// None for the normal path: its pages are on one node, or most are not known yet (they are asked for again in later
+    /// calls), or the kernel does not tell.
     pub fn tensor(&self, w: &Weights<'_>) -> Option<&TensorPlan> {
+        self.known(w).filter(|(_, spread)| *spread).map(|(plan, _)| plan)
+    }
+
+    /// As [`Numa::tensor`], also where the pages are on one node; whether they are on several comes with it.
+    pub fn known(&self, w: &Weights<'_>) -> Option<(&TensorPlan, bool)> {
         let key = (w.data.addr(), w.dtype, [w.k, w.n, w.experts], [w.row_stride, w.expert_stride]);
         let seen = &mut *self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let tensor = seen.tensors.entry(key).or_default();
@@ -209,10 +216,9 @@ impl Numa {
                 }
             }
         }
-        let plan: Option<*const TensorPlan> =
-            tensor.plans.last().filter(|_| tensor.in_use).map(|plan| &raw const **plan);
+        let plan: Option<*const TensorPlan> = tensor.plans.last().map(|plan| &raw const **plan);
         // SAFETY: boxes are added and never taken away or changed while `self` lives.
-        plan.map(|plan| unsafe { &*plan })
+        plan.map(|plan| (unsafe { &*plan }, tensor.spread))
     }
 
     /// What the user should be told, if it was not asked for before: weights all on one node, or no answer by the kernel.
@@ -225,8 +231,8 @@ impl Tensor {
     /// Makes the plan for a placement, if that says more than the one before. Returns what the nodes hold, the first time.
     fn learn(&mut self, w: &Weights<'_>, placement: Placement, shared: &mut Shared) -> Held {
         let about = About::of(&placement);
-        self.in_use = about.spread;
-        if about.spread && (self.plans.is_empty() || about.unknown != self.unknown) {
+        self.spread = about.spread;
+        if about.enough && (self.plans.is_empty() || about.unknown != self.unknown) {
             self.plans.push(Box::new(TensorPlan::shared(w, &placement, shared)));
         }
         self.unknown = about.unknown;

@@ -27,7 +27,7 @@ pub fn ready() -> bool {
     });
     let able = plugin::isa().is_some();
     if !able {
-        println!("skipped: this CPU has no AVX-512 BF16 and VNNI");
+        println!("skipped: this CPU has no AVX2");
     }
     able
 }

@@ -78,7 +78,7 @@ fn both_logits(ui: &Ui, plugin: &Plugin, model: &Path) -> Result<(Vec<f32>, Vec<
     const TEXT: &[&str] = &["--batch", "48", "--decode", "4"];
     let stock = logits::of(ui, plugin.stock("hina-logits"), "stock", model, TEXT)?;
     let (hina, stats) = logits::with_stats(ui, plugin.hina("hina-logits"), "hina", model, TEXT)
-        .context("the plugin gives no device here: a CPU with AVX-512 BF16 and VNNI, or AMX, is needed")?;
+        .context("the plugin gives no device here: a CPU with AVX2, FMA and F16C is needed")?;
     Ok((stock, hina, stats))
 }
 
@@ -143,7 +143,7 @@ mod tests {
         let stock = side(&[(0, 100.0), (32, 10.0), (0, 300.0), (0, 200.0)]);
         let hina = side(&[(0, 500.0), (32, 11.0)]);
         let args = DemoArgs { model: None, prompt: 512, generate: 32, threads: None, rounds: 1 };
-        let stats = Stats { graphs: 2, nodes: 200, claimed: 12 };
+        let stats = Stats { graphs: 2, nodes: 200, claimed: 12, kinds: Default::default() };
         let text = table(&stock, &hina, &args, &stats, 1e-3).join("\n");
         assert!(text.contains("prompt, pp512                 200.00      500.00    2.50"), "{text}");
         assert!(text.contains("generation, tg32               10.00       11.00    1.10"), "{text}");

@@ -1,5 +1,6 @@
 //! Logits of a model through stock llama.cpp and through HiNa, and how far they are apart.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,6 +23,27 @@ pub struct Stats {
     pub nodes: u64,
     /// Nodes that HiNa computed itself.
     pub claimed: u64,
+    /// What it did of each kind.
+    #[serde(default)]
+    pub kinds: BTreeMap<String, KindStats>,
+}
+
+/// The counts of one kind of node.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+pub struct KindStats {
+    /// Bytes of weights that lay on the worker's NUMA node; 0 on a machine with one.
+    #[serde(default)]
+    pub local_bytes: u64,
+    /// Bytes of weights that lay on another.
+    #[serde(default)]
+    pub remote_bytes: u64,
+}
+
+impl Stats {
+    /// Bytes of weights by where they lay: on the worker's NUMA node, on another.
+    pub fn by_node(&self) -> (u64, u64) {
+        self.kinds.values().fold((0, 0), |(l, r), k| (l + k.local_bytes, r + k.remote_bytes))
+    }
 }
 
 /// Runs `hina-logits` (the command, with the environment it needs) and reads what it wrote.
@@ -58,12 +80,17 @@ pub fn with_stats(
 
 /// The sum of all lines: one line is one backend.
 fn parse_stats(text: &str) -> Result<Stats> {
-    let mut sum = Stats { graphs: 0, nodes: 0, claimed: 0 };
+    let mut sum = Stats { graphs: 0, nodes: 0, claimed: 0, kinds: BTreeMap::new() };
     for line in text.lines() {
         let stats: Stats = serde_json::from_str(line).with_context(|| format!("HiNa's counts: {line}"))?;
         sum.graphs += stats.graphs;
         sum.nodes += stats.nodes;
         sum.claimed += stats.claimed;
+        for (name, kind) in stats.kinds {
+            let all = sum.kinds.entry(name).or_default();
+            all.local_bytes += kind.local_bytes;
+            all.remote_bytes += kind.remote_bytes;
+        }
     }
     Ok(sum)
 }
@@ -109,8 +136,12 @@ mod tests {
 
     #[test]
     fn counts_of_all_backends_add_up() {
-        let text = "{\"graphs\":1,\"nodes\":10,\"claimed\":2,\"kinds\":{}}\n{\"graphs\":2,\"nodes\":20,\"claimed\":3,\"kinds\":{}}\n";
-        assert_eq!(parse_stats(text).unwrap(), Stats { graphs: 3, nodes: 30, claimed: 5 });
+        let line = |n: u64| {
+            let kind = format!(r#"{{"calls":1,"local_bytes":{n},"remote_bytes":1}}"#);
+            format!(r#"{{"graphs":{n},"nodes":{n}0,"claimed":2,"kinds":{{"moe_ffn":{kind}}}}}"#)
+        };
+        let sum = parse_stats(&format!("{}\n{}\n", line(1), line(2))).unwrap();
+        assert_eq!((sum.graphs, sum.nodes, sum.claimed, sum.by_node()), (3, 30, 4, (3, 2)));
         assert!(parse_stats("nonsense").is_err());
     }
 }

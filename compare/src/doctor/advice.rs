@@ -69,13 +69,8 @@ pub fn findings(facts: &Facts, model: Option<&ModelFacts>) -> Vec<Finding> {
 fn cpu(facts: &Facts) -> Vec<Finding> {
     let mut all = Vec::new();
     if !facts.runs {
-        let missing: Vec<&str> = facts.features[..3].iter().filter(|f| !f.1).map(|f| f.0).collect();
-        let what = format!("this CPU cannot run HiNa: it lacks {}", missing.join(", "));
-        all.push(Finding::new(
-            Level::Stop,
-            what,
-            "llama.cpp runs as before; use a CPU from Sapphire Rapids or Zen 4 on",
-        ));
+        let what = "this CPU cannot run HiNa: it lacks AVX2, FMA or F16C";
+        all.push(Finding::new(Level::Stop, what, "llama.cpp runs as before; use a CPU from Haswell or Zen on"));
     } else if let (true, Some(why)) = (facts.amx_in_cpu, &facts.amx_refused) {
         let fix = "allow AMX tile state: a kernel from 5.16 on, a hypervisor and a container that pass it through";
         all.push(Finding::new(Level::Slow, format!("AMX is in the CPU but is not used: {why}"), fix));
@@ -254,10 +249,10 @@ mod tests {
     #[test]
     fn a_cpu_without_the_features_stops() {
         let mut facts = good();
-        (facts.runs, facts.features[1]) = (false, ("AVX-512 VNNI", false));
+        facts.runs = false;
         facts.amx_refused = Some("none".into());
         let found = findings(&facts, None);
-        assert_eq!(worst(&found), Some((Level::Stop, "this CPU cannot run HiNa: it lacks AVX-512 VNNI")));
+        assert_eq!(worst(&found), Some((Level::Stop, "this CPU cannot run HiNa: it lacks AVX2, FMA or F16C")));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use ggml_hina::isa::{Amx, Isa};
+use ggml_hina::isa::{Amx, Avx2, Isa};
 use ggml_hina::numa::topology::{Allowed, Topology, parse_list};
 use serde::Serialize;
 
@@ -84,6 +84,7 @@ impl Facts {
 
 fn features() -> Vec<(&'static str, bool)> {
     vec![
+        ("AVX2 with FMA and F16C", Avx2::detect().is_some()),
         ("AVX-512 F/BW/DQ/VL", {
             is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")

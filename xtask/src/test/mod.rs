@@ -3,6 +3,7 @@
 mod amx;
 mod checks;
 mod linked;
+mod numa;
 mod seam;
 mod versions;
 
@@ -43,11 +44,8 @@ pub struct Step {
     run: fn(&Ui) -> Result<Outcome>,
 }
 
-const NUMA: Step =
-    Step { name: "numa-vm", about: "NUMA on a virtual machine with two nodes", needs: &[], run: crate::numa_vm::run };
-
 fn steps() -> Vec<Step> {
-    [checks::STEPS, seam::STEPS, amx::STEPS, linked::STEPS, versions::STEPS, &[NUMA]].concat()
+    [checks::STEPS, seam::STEPS, amx::STEPS, linked::STEPS, versions::STEPS, numa::STEPS].concat()
 }
 
 /// Runs the steps and prints a line for each and the sum. True when none failed.

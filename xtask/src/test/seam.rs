@@ -21,6 +21,7 @@ use crate::toolchain;
 pub const STEPS: &[Step] = &[
     Step { name: "models", about: "`tiny` in each type", needs: &[], run: models },
     Step { name: "ops", about: "test-backend-ops on the claimed types", needs: &["plugin"], run: ops },
+    Step { name: "ops-attention", about: "the same for attention, a selection", needs: &["plugin"], run: attention },
     Step { name: "logits", about: "logits of `tiny` as stock's", needs: &["plugin", "models"], run: agree },
     Step { name: "one-split", about: "the graph is one split", needs: &["plugin", "models"], run: one_split },
     Step { name: "load-order", about: "loaded before the CPU backend", needs: &["plugin", "models"], run: load_order },
@@ -46,10 +47,15 @@ pub fn limit(weights: WeightType) -> f64 {
 
 /// The reason to skip, on a CPU where HiNa offers nothing.
 pub fn unfit() -> Option<Outcome> {
+    lacking(&["avx2", "fma", "f16c"], "AVX2, FMA and F16C")
+}
+
+/// The reason to skip, on a CPU that lacks one of these `flags` of `/proc/cpuinfo`.
+pub fn lacking(flags: &[&str], in_words: &str) -> Option<Outcome> {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let flags = cpu_flags(&info);
-    let fit = ["avx512_bf16", "avx512_vnni"].iter().all(|feature| flags.contains(feature));
-    (!fit).then(|| Outcome::Skipped("this CPU has no AVX-512 BF16 and VNNI".into()))
+    let there = cpu_flags(&info);
+    let all = flags.iter().all(|feature| there.contains(feature));
+    (!all).then(|| Outcome::Skipped(format!("this CPU has no {in_words}")))
 }
 
 /// Ends a step early on such a CPU.
@@ -80,9 +86,26 @@ fn ops(ui: &Ui) -> Result<Outcome> {
     Ok(Outcome::Passed(format!("{all} cases")))
 }
 
+/// Cases of attention that have every head size, group, mask, sink, ALiBi, softcap, permutation, number of streams and
+/// cache type between them; what is left out are large batches on the depths that have thousands of cases.
+const ATTENTION: &str = "(kv=(17|64|96|113|128|256|1025|2048|4096|8192|16384),|kv=(512|1024),nb=(1|3),).*\
+                         type_K=(f16|bf16|q8_0|f32),type_V=(f16|bf16|q8_0|f32)";
+
+fn attention(ui: &Ui) -> Result<Outcome> {
+    needs_fit_cpu!();
+    let command = plugin::ensure(ui)?.hina("test-backend-ops");
+    let (all, _) = ops_of(ui, command, ["FLASH_ATTN_EXT", ATTENTION], "ops-attention")?;
+    Ok(Outcome::Passed(format!("{all} cases")))
+}
+
 /// Runs a `test-backend-ops` on the types that HiNa claims; gives back how many cases there are, all passed, and its output.
-pub fn ops_of_claimed_types(ui: &Ui, mut command: Command, log: &str) -> Result<(u32, String)> {
-    command.args(["test", "-b", "HiNa", "-o", "MUL_MAT_ID", "-p", "type_a=(bf16|q8_0)"]);
+pub fn ops_of_claimed_types(ui: &Ui, command: Command, log: &str) -> Result<(u32, String)> {
+    ops_of(ui, command, ["MUL_MAT_ID", "type_a=(bf16|q8_0)"], log)
+}
+
+/// Runs a `test-backend-ops` on an operation's cases that match a pattern.
+fn ops_of(ui: &Ui, mut command: Command, [op, cases]: [&str; 2], log: &str) -> Result<(u32, String)> {
+    command.args(["test", "-b", "HiNa", "-o", op, "-p", cases]);
     let text = Job::new("test-backend-ops", log, command).run(ui)?;
     let (good, all) = ops_passed(&text).context("test-backend-ops did not say how many tests passed")?;
     ensure!(good == all && all > 0, "{good} of {all} tests passed");

@@ -39,6 +39,8 @@ fn agree(ui: &Ui) -> Result<Outcome> {
 }
 
 fn refused(ui: &Ui) -> Result<Outcome> {
+    // ggml asks a plugin whether the CPU suits before it looks at the version.
+    needs_fit_cpu!();
     let (old, new) = (plugin::ensure(ui)?, plugin::ensure_next_version(ui)?);
     foreign(ui, &old, &new)?;
     foreign(ui, &new, &old)?;
