@@ -1,5 +1,6 @@
 //! Attention against the oracle, over shapes, types and features, on each engine that this CPU has.
 
+mod amx;
 mod operands;
 
 use half::f16;
@@ -75,6 +76,11 @@ fn shape() -> impl Strategy<Value = Case> {
     })
 }
 
+/// A plain case, with enough rows for AMX's tiles there.
+fn base(isa: Isa) -> Case {
+    Case { group: if matches!(isa, Isa::Amx(_)) { 16 } else { plain().group }, ..plain() }
+}
+
 fn like_the_oracle(isa: Isa) {
     let config = ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() };
     proptest!(config, |(case in shape())| Operands::new(&case).check(isa));
@@ -96,7 +102,7 @@ fn many_queries_make_many_tiles(isa: Isa) {
 }
 
 fn same_bits_for_any_team(isa: Isa) {
-    let case = Operands::new(&Case { n_kv: 2000, n_q: 2, ..plain() });
+    let case = Operands::new(&Case { n_kv: 2000, n_q: 2, ..base(isa) });
     let one = case.run(isa, 1);
     for threads in [2, 3, 7] {
         assert!(case.run(isa, threads).iter().zip(&one).all(|(a, b)| a.to_bits() == b.to_bits()), "{threads} threads");
@@ -105,8 +111,8 @@ fn same_bits_for_any_team(isa: Isa) {
 
 /// The cache has memory for the open positions only: touching a closed block would be a crash.
 fn closed_blocks_are_not_read(isa: Isa) {
-    let mut case = Operands::new(&Case { n_kv: 320, mask: Some(Mask::Window(320)), ..plain() });
-    let longer = Operands::new(&Case { n_kv: 4000, mask: Some(Mask::Window(320)), ..plain() });
+    let mut case = Operands::new(&Case { n_kv: 320, mask: Some(Mask::Window(320)), ..base(isa) });
+    let longer = Operands::new(&Case { n_kv: 4000, mask: Some(Mask::Window(320)), ..base(isa) });
     let short = case.run(isa, 2);
     (case.case, case.mask, case.mask_ne) = (longer.case, longer.mask, longer.mask_ne);
     let dst = Aligned::new(4 * short.len());
@@ -123,7 +129,9 @@ fn closed_blocks_are_not_read(isa: Isa) {
         max_bias: 0.0,
         logit_softcap: 0.0,
         // SAFETY: as large as its shape.
-        dst: unsafe { ViewMut::from_raw(dst.ptr(), [64, 8, 1, 1], [4, 256, 2048, 2048]) },
+        dst: unsafe {
+            ViewMut::from_raw(dst.ptr(), [64, case.heads, 1, 1], [4, 256, 256 * case.heads, 256 * case.heads])
+        },
     };
     let op = FlashAttn::new(params).unwrap();
     let scratch = Aligned::new(op.scratch_bytes(2));
@@ -138,7 +146,7 @@ fn closed_blocks_are_not_read(isa: Isa) {
 /// Cells of a cache that a row may not see can hold anything: also NaN and infinities that another row does see.
 fn closed_positions_do_not_leak(isa: Isa) {
     for bad in [f32::NAN, f32::INFINITY] {
-        let mut case = Operands::new(&Case { n_q: 4, n_kv: 100, mask: Some(Mask::Window(25)), ..plain() });
+        let mut case = Operands::new(&Case { n_q: 4, n_kv: 100, mask: Some(Mask::Window(25)), ..base(isa) });
         let clean = case.run(isa, 2);
         for (data, heads) in [(&mut case.k, 2), (&mut case.v, 1)] {
             let mut raw = data.to_vec();
@@ -147,7 +155,7 @@ fn closed_positions_do_not_leak(isa: Isa) {
             *data = Guarded::new(&raw);
         }
         for (i, (got, want)) in case.run(isa, 2).iter().zip(&clean).enumerate() {
-            let query = i / 64 / 8;
+            let query = i / 64 / case.heads;
             // The sums of one row at a time are added in another order.
             assert!(query == 1 || (got - want).abs() < 1e-6, "query {query}: {got} {want}");
         }
@@ -155,7 +163,7 @@ fn closed_positions_do_not_leak(isa: Isa) {
 }
 
 fn a_nan_shows(isa: Isa) {
-    let mut case = Operands::new(&plain());
+    let mut case = Operands::new(&base(isa));
     let mut raw = case.v.to_vec();
     raw[..2].copy_from_slice(&f16::NAN.to_le_bytes());
     case.v = Guarded::new(&raw);
@@ -165,7 +173,7 @@ fn a_nan_shows(isa: Isa) {
 fn closed_rows_are_zeros_with_and_without_sinks(isa: Isa) {
     for sinks in [false, true] {
         for n_kv in [40, 700] {
-            let case = Operands::new(&Case { n_kv, mask: Some(Mask::Window(0)), sinks, ..plain() });
+            let case = Operands::new(&Case { n_kv, mask: Some(Mask::Window(0)), sinks, ..base(isa) });
             assert!(case.run(isa, 2).iter().all(|&x| x == 0.0));
         }
     }
