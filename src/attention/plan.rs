@@ -99,8 +99,8 @@ impl Plan {
         })
     }
 
-    /// The same work for AMX: four groups of 16 positions share each load of the queries, and the sums pass through memory
-    /// half as often.
+    /// The same work for AMX: four groups of 16 positions share each load of the queries, and the sums pass through
+    /// memory half as often.
     pub fn on_tiles(self) -> Self {
         Self { block: BLOCK, ..self }
     }

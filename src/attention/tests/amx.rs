@@ -1,4 +1,5 @@
-//! Attention on AMX's tiles, the CPU's or the emulator's: small cases, because in the emulator each instruction is a signal.
+//! Attention on AMX's tiles, the CPU's or the emulator's: small cases, because in the emulator each instruction is a
+//! signal.
 
 use proptest::prelude::*;
 
@@ -31,7 +32,7 @@ const TYPES: [DType; 3] = [DType::F16, DType::Bf16, DType::Q8_0];
 
 /// Cases whose tiles have rows enough, of types that are split or used in place.
 fn tiled() -> impl Strategy<Value = Case> {
-    (shape(), 9usize..40).prop_map(|(case, group)| {
+    (shape(), 11usize..40).prop_map(|(case, group)| {
         let types = [case.k_type, case.v_type].map(|t| if t == DType::F32 { DType::F16 } else { t });
         let [k_type, v_type] = types;
         Case {
@@ -64,7 +65,7 @@ fn all_types_and_odd_heads() {
         let size = |t: DType, d: usize| d.next_multiple_of(t.block());
         for (d, dv) in [(40, 72), (65, 33)] {
             let (d, dv) = (size(k_type, d), size(v_type, dv));
-            let case = Case { d, dv, k_type, v_type, group: 9, k_heads: 1, n_kv: 85, ..plain() };
+            let case = Case { d, dv, k_type, v_type, group: 11, k_heads: 1, n_kv: 85, ..plain() };
             Operands::new(&case).check(Isa::Amx(amx));
         }
     }

@@ -1,16 +1,16 @@
 //! Attention on BF16 tiles: the two products of a block of positions. The rest (mask, softmax, merge) is AVX-512's.
 //!
-//! Scores are `S^T[position][row] = K[position][d] x Q^T`: rows of K are the left operand, and a tile of the result is 16
-//! positions of `s[position * 16 + row]` as it stands. Sums are `O[row][d] += P[row][position] x V[position][d]`, added to
-//! where they are.
+//! Scores are `S^T[position][row] = K[position][d] x Q^T`: rows of K are the left operand, and a tile of the result
+//! is 16 positions of `s[position * 16 + row]` as it stands. Sums are `O[row][d] += P[row][position] x
+//! V[position][d]`, added to where they are.
 //!
-//! Values that BF16 does not hold are two BF16 values, hi + lo ([`split`]): exact for F16 caches, 2^-17 for Q8_0's products of
-//! a scale and a quant, for queries and for weights. F32 caches have more bits and stay with AVX-512. A product is
-//! `hi hi + hi lo + lo hi` (BF16 caches have no lo: two), which is f32's but for an error of some 2^-17.
+//! Values that BF16 does not hold are two BF16 values, hi + lo ([`split`]): exact for F16 caches, 2^-17 for Q8_0's
+//! products of a scale and a quant, for queries and for weights. F32 caches have more bits and stay with AVX-512. A
+//! product is `hi hi + hi lo + lo hi` (BF16 caches have no lo: two), which is f32's but for an error of some 2^-17.
 //!
-//! K is split once for a block (BF16 is used where it lies), V once for 64 elements of a block; both serve all panels of 16
-//! query rows. In MLA V comes from the split K. An infinity times two parts of other signs would be NaN: where scores are not
-//! finite, the caller computes them on AVX-512, and elements of V that hold any are weighed in f32.
+//! K is split once for a block (BF16 is used where it lies), V once for 64 elements of a block; both serve all panels
+//! of 16 query rows. In MLA V comes from the split K. An infinity times two parts of other signs would be NaN: where
+//! scores are not finite, the caller computes them on AVX-512, and elements of V that hold any are weighed in f32.
 
 mod scores;
 mod split;
@@ -37,14 +37,15 @@ const TILES: [[usize; 2]; 8] = [[16, 64]; 8];
 
 /// Whether AMX takes a tile of `rows` query rows, rather than AVX-512.
 ///
-/// By the count of instructions (docs/AMX.md), for 64 positions of 128 elements. A panel of 16 rows, full or not, costs as much
-/// as 2 to 3 rows of AVX-512. To split F16 or Q8_0 costs as much as 6 rows, so that 8 rows are a draw. BF16 is not split, and 5
-/// rows (8 lanes) are enough. F32 has more bits than two BF16 values hold.
+/// By the count of instructions for 64 positions of 128 elements (docs/AMX.md). A panel of 16 rows, full or not,
+/// costs AMX as much as 5 rows cost AVX-512, and to split F16 costs as much as 6 rows, Q8_0 more, while AVX-512 has
+/// to widen them. BF16 is not split. F32 has more bits than two BF16 values hold.
 pub fn takes(rows: usize, k: DType, v: DType) -> bool {
     match (k, v) {
         (DType::F32, _) | (_, DType::F32) => false,
+        (DType::Q8_0, _) | (_, DType::Q8_0) => rows > 10,
+        (DType::F16, _) | (_, DType::F16) => rows > 8,
         (DType::Bf16, DType::Bf16) => rows > 4,
-        _ => rows > 8,
     }
 }
 
@@ -160,8 +161,8 @@ impl TileAttention {
         }
     }
 
-    /// Panel `i`'s scores with the block's positions, as `Attend::scores` gives them. Bit `g` of the result is set where those of
-    /// positions `[16 g, 16 g + 16)` are not finite: then they may be NaN where f32 has an infinity.
+    /// Panel `i`'s scores with the block's positions, as `Attend::scores` gives them. Bit `g` of the result is set
+    /// where those of positions `[16 g, 16 g + 16)` are not finite: then they may be NaN where f32 has an infinity.
     ///
     /// # Safety
     /// The panel and the block are there; `s` has 16 f32 for each position, rounded up to 16, and is 64-byte aligned.
@@ -183,12 +184,12 @@ impl TileAttention {
         unsafe { values::pack_weights(s, n, self.weights(i)) };
     }
 
-    /// Adds V's rows to the sums of `panels`, as `Attend::weigh` does. Where V is the beginning of K's rows, those of the last
-    /// block are used.
+    /// Adds V's rows to the sums of `panels`, as `Attend::weigh` does. Where V is the beginning of K's rows, those of
+    /// the last block are used.
     ///
     /// # Safety
-    /// The rows that are not closed are readable. The weights of each panel are there, and what its number comes with is as
-    /// in `Attend::weigh`, with sums for 16 rows.
+    /// The rows that are not closed are readable. The weights of each panel are there, and what its number comes with
+    /// is as in `Attend::weigh`, with sums for 16 rows.
     // SAFETY: contract above.
     pub unsafe fn values(
         &mut self,
@@ -203,10 +204,10 @@ impl TileAttention {
             // SAFETY: the caller's contract; the session proves the features.
             let special = unsafe {
                 match v.dtype {
-                    DType::Bf16 => values::pack_values::<Bf16, false>(v, first, n, to),
+                    DType::Bf16 => values::pack_values::<Bf16>(v, first, n, to),
                     _ if self.shared => values::pack_values_of_keys(&self.keys[..self.groups], first, n, to),
-                    DType::F16 => values::pack_values::<F16, true>(v, first, n, to),
-                    _ => values::pack_values::<Q8, true>(v, first, n, to),
+                    DType::F16 => values::pack_values::<F16>(v, first, n, to),
+                    _ => values::pack_values::<Q8>(v, first, n, to),
                 }
             };
             for (i, w) in panels.clone() {

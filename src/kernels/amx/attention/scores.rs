@@ -8,7 +8,7 @@
 
 use std::arch::x86_64::*;
 
-use super::split::{SPECIAL, pairs};
+use super::split::{SPECIAL, Split, pairs};
 use super::{KeyOrder, PART, STEP};
 use crate::kernels::amx::each;
 use crate::kernels::amx::tile::Tiles;
@@ -56,15 +56,15 @@ pub unsafe fn pack_queries(panel: *const f32, d: usize, order: KeyOrder, to: *mu
     }
 }
 
-/// Splits up to 16 rows of K: `[32 elements][hi, lo][position]`, pairs in the order of [`KeyOrder::Halves`]. Rows that are
-/// closed or not there are zeros.
+/// Splits up to 16 rows of K: `[32 elements][hi, lo][position]`, pairs in the order of [`KeyOrder::Halves`]. Rows
+/// that are closed or not there are zeros.
 ///
 /// # Safety
 /// The rows that are not closed are readable; `to` is 64-byte aligned and writable for two KiB for each 32 elements;
 /// AVX-512 F, BW, DQ and VL are there.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn split_rows<T: Load>(from: Source, to: *mut u8) {
+pub unsafe fn split_rows<T: Split>(from: Source, to: *mut u8) {
     for p in 0..LANES {
         let open = p < from.rows && from.closed >> p & 1 == 0;
         for step in 0..from.d.div_ceil(STEP) {
@@ -72,7 +72,7 @@ pub unsafe fn split_rows<T: Load>(from: Source, to: *mut u8) {
             unsafe {
                 let row = if open { from.data.add(p * from.stride) } else { std::ptr::null() };
                 let both =
-                    pairs(elements::<T>(row, from.d, step * STEP), elements::<T>(row, from.d, step * STEP + LANES));
+                    T::split(elements::<T>(row, from.d, step * STEP), elements::<T>(row, from.d, step * STEP + LANES));
                 let to = to.add(step * 2 * PART + p * 64);
                 _mm512_store_si512(to.cast(), both.hi);
                 _mm512_store_si512(to.add(PART).cast(), both.lo);
@@ -81,8 +81,8 @@ pub unsafe fn split_rows<T: Load>(from: Source, to: *mut u8) {
     }
 }
 
-/// Copies up to 16 BF16 rows of K: `[32 elements][position]`, as they are. Rows that are closed or not there are zeros, and
-/// so is what is missing of the last 32 elements.
+/// Copies up to 16 BF16 rows of K: `[32 elements][position]`, as they are. Rows that are closed or not there are
+/// zeros, and so is what is missing of the last 32 elements.
 ///
 /// # Safety
 /// As [`split_rows`], with one KiB for each 32 elements.
@@ -122,12 +122,12 @@ pub unsafe fn elements<T: Load>(row: *const u8, d: usize, at: usize) -> __m512 {
     }
 }
 
-/// Scores of one panel with a block's groups: `s[position * 16 + row]`. Bit `g` of the result is set where a score of group
-/// `g` is not finite.
+/// Scores of one panel with a block's groups: `s[position * 16 + row]`. Bit `g` of the result is set where a score of
+/// group `g` is not finite.
 ///
 /// # Safety
-/// All tiles are 16 rows x 64 bytes. `keys` and `q` hold `steps` steps, of K's `lo` too if `split`; `s` has 16 x 16 f32 for
-/// each of the (1 to 4) groups, 64-byte aligned; AVX-512 F and DQ are there.
+/// All tiles are 16 rows x 64 bytes. `keys` and `q` hold `steps` steps, of K's `lo` too if `split`; `s` has 16 x 16
+/// f32 for each of the (1 to 4) groups, 64-byte aligned; AVX-512 F and DQ are there.
 // SAFETY: contract above.
 pub unsafe fn scores(
     tiles: &Tiles<'_>,

@@ -2,6 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use crate::kernels::avx512::attention::widen::{Bf16, F16, Load, Q8};
+
 /// The upper half of each f32: its BF16.
 const UPPER: i32 = 0xffff_0000_u32 as i32;
 /// Half of a BF16's last place, in the bits of an f32.
@@ -18,38 +20,79 @@ pub struct Pairs {
     pub special: __mmask16,
 }
 
-/// Splits two vectors.
+/// A cache type whose values are one or two BF16 values.
+pub trait Split: Load {
+    /// Whether there is a `lo`; else it is 0.
+    const TWO: bool;
+
+    /// Splits two vectors of values.
+    ///
+    /// # Safety
+    /// AVX-512 F and DQ are there.
+    // SAFETY: contract above.
+    unsafe fn split(a: __m512, b: __m512) -> Pairs;
+}
+
+impl Split for Bf16 {
+    const TWO: bool = false;
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512dq")]
+    // SAFETY: contract of `Split::split`.
+    unsafe fn split(a: __m512, b: __m512) -> Pairs {
+        let special = _mm512_fpclass_ps_mask::<SPECIAL>(a) | _mm512_fpclass_ps_mask::<SPECIAL>(b);
+        let hi = join(_mm512_castps_si512(a), _mm512_castps_si512(b));
+        Pairs { hi, lo: _mm512_setzero_si512(), special }
+    }
+}
+
+impl Split for F16 {
+    const TWO: bool = true;
+
+    /// Of 11 bits `hi` takes the first 8: exact.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512dq")]
+    // SAFETY: contract of `Split::split`.
+    unsafe fn split(a: __m512, b: __m512) -> Pairs {
+        let upper = _mm512_set1_epi32(UPPER);
+        let [a, b] = [a, b].map(|x| {
+            let special = _mm512_fpclass_ps_mask::<SPECIAL>(x);
+            let hi = _mm512_and_si512(_mm512_castps_si512(x), upper);
+            (hi, _mm512_castps_si512(_mm512_maskz_sub_ps(!special, x, _mm512_castsi512_ps(hi))), special)
+        });
+        Pairs { hi: join(a.0, b.0), lo: join(a.1, b.1), special: a.2 | b.2 }
+    }
+}
+
+impl Split for Q8 {
+    const TWO: bool = true;
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512dq")]
+    // SAFETY: contract of `Split::split`.
+    unsafe fn split(a: __m512, b: __m512) -> Pairs {
+        pairs(a, b)
+    }
+}
+
+/// Splits two vectors of f32.
 ///
-/// `hi` is the value rounded to BF16 and `lo` the rest, rounded likewise: exact for 16 significant bits, so for each F16
-/// and BF16 value; else the sum is within 2^-17 of the value. An infinity or NaN has itself as `hi` and 0 as `lo`. (A finite
-/// value beyond BF16's largest rounds to an infinity with an infinite rest: products with it are not finite.)
+/// `hi` is the value rounded to BF16 and `lo` the rest, rounded likewise: their sum is within 2^-17 of the value. An
+/// infinity or NaN has itself as `hi` and 0 as `lo`. (A finite value beyond BF16's largest rounds to an infinity with
+/// an infinite rest: products with it are not finite.)
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 pub fn pairs(a: __m512, b: __m512) -> Pairs {
-    let ([a, a_lo], a_special) = parts(a);
-    let ([b, b_lo], b_special) = parts(b);
-    Pairs { hi: join(a, b), lo: join(a_lo, b_lo), special: a_special | b_special }
-}
-
-/// The same for values that are BF16 already: `lo` is 0.
-#[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
-pub fn exact_pairs(a: __m512, b: __m512) -> Pairs {
-    let special = _mm512_fpclass_ps_mask::<SPECIAL>(a) | _mm512_fpclass_ps_mask::<SPECIAL>(b);
-    Pairs { hi: join(_mm512_castps_si512(a), _mm512_castps_si512(b)), lo: _mm512_setzero_si512(), special }
-}
-
-/// `[hi, lo]` in the upper half of each lane, zeros in the lower; and which lanes are special.
-#[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
-fn parts(x: __m512) -> ([__m512i; 2], __mmask16) {
     let (upper, half) = (_mm512_set1_epi32(UPPER), _mm512_set1_epi32(HALF));
-    let special = _mm512_fpclass_ps_mask::<SPECIAL>(x);
-    let bits = _mm512_castps_si512(x);
-    // Rounding must not carry a NaN's payload into its sign.
-    let hi = _mm512_and_si512(_mm512_mask_add_epi32(bits, !special, bits, half), upper);
-    let lo = _mm512_castps_si512(_mm512_maskz_sub_ps(!special, x, _mm512_castsi512_ps(hi)));
-    ([hi, _mm512_and_si512(_mm512_add_epi32(lo, half), upper)], special)
+    let [a, b] = [a, b].map(|x| {
+        let special = _mm512_fpclass_ps_mask::<SPECIAL>(x);
+        let bits = _mm512_castps_si512(x);
+        // Rounding must not carry a NaN's payload into its sign.
+        let hi = _mm512_and_si512(_mm512_mask_add_epi32(bits, !special, bits, half), upper);
+        let lo = _mm512_castps_si512(_mm512_maskz_sub_ps(!special, x, _mm512_castsi512_ps(hi)));
+        (hi, _mm512_and_si512(_mm512_add_epi32(lo, half), upper), special)
+    });
+    Pairs { hi: join(a.0, b.0), lo: join(a.1, b.1), special: a.2 | b.2 }
 }
 
 /// The upper halves of two vectors: `a`'s below `b`'s.
@@ -61,17 +104,17 @@ fn join(a: __m512i, b: __m512i) -> __m512i {
 
 #[cfg(test)]
 mod tests {
-    use half::f16;
+    use half::{bf16, f16};
 
     use super::*;
     use crate::isa::Avx512;
     use crate::testing::Random;
 
-    /// `[hi, lo]` of each value of `a` and then of `b`, and whether any is special.
+    /// `[hi, lo]` of each of 32 values, and whether any is special.
     #[target_feature(enable = "avx512f,avx512dq")]
-    fn split(a: &[f32; 16], b: &[f32; 16]) -> ([[f32; 2]; 32], bool) {
-        // SAFETY: arrays of 16 f32; the loads are unaligned ones.
-        let both = unsafe { pairs(_mm512_loadu_ps(a.as_ptr()), _mm512_loadu_ps(b.as_ptr())) };
+    fn split<T: Split>(x: &[f32; 32]) -> ([[f32; 2]; 32], bool) {
+        // SAFETY: 32 f32; the loads are unaligned ones. The features are there.
+        let both = unsafe { T::split(_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x[16..].as_ptr())) };
         let mut bits = [[0u32; 16]; 2];
         // SAFETY: arrays of 16 lanes; the stores are unaligned ones.
         unsafe {
@@ -85,18 +128,24 @@ mod tests {
         (std::array::from_fn(|i| [value(0, i), value(1, i)]), both.special != 0)
     }
 
-    #[test]
-    fn every_f16_is_the_sum_of_its_parts() {
+    /// As [`split`], on a CPU that has it.
+    fn parts<T: Split>(x: &[f32; 32]) -> Option<([[f32; 2]; 32], bool)> {
         if Avx512::detect().is_none() {
-            return println!("skipped: no AVX-512");
+            println!("skipped: no AVX-512");
+            return None;
         }
+        // SAFETY: the features were detected.
+        Some(unsafe { split::<T>(x) })
+    }
+
+    /// Each value is the exact sum of its parts; infinities and NaNs are in `hi` alone.
+    fn exact<T: Split>(value: impl Fn(u16) -> f32) {
         for first in (0..=u16::MAX).step_by(32) {
-            let x: [f32; 32] = std::array::from_fn(|i| f16::from_bits(first + i as u16).to_f32());
-            // SAFETY: the features were detected.
-            let (parts, special) = unsafe { split(x[..16].try_into().unwrap(), x[16..].try_into().unwrap()) };
+            let x: [f32; 32] = std::array::from_fn(|i| value(first + i as u16));
+            let Some((parts, special)) = parts::<T>(&x) else { return };
             for (x, [hi, lo]) in x.into_iter().zip(parts) {
                 if x.is_finite() {
-                    assert!(hi + lo == x && hi.to_bits() & 0xffff == 0, "{x}: {hi} {lo}");
+                    assert!(hi + lo == x, "{x}: {hi} {lo}");
                 } else {
                     assert!(hi == x || hi.is_nan() && x.is_nan(), "{x}: {hi}");
                     assert_eq!(lo, 0.0);
@@ -107,18 +156,24 @@ mod tests {
     }
 
     #[test]
+    fn every_f16_is_the_sum_of_its_parts() {
+        exact::<F16>(|bits| f16::from_bits(bits).to_f32());
+        exact::<Q8>(|bits| f16::from_bits(bits).to_f32());
+    }
+
+    #[test]
+    fn every_bf16_is_its_first_part() {
+        exact::<Bf16>(|bits| bf16::from_bits(bits).to_f32());
+    }
+
+    #[test]
     fn other_values_keep_17_bits() {
-        if Avx512::detect().is_none() {
-            return println!("skipped: no AVX-512");
-        }
         let mut random = Random(5);
         for _ in 0..2000 {
-            let mut value = || random.f32() * 2f32.powi(random.below(200) as i32 - 100);
-            let (a, b): ([f32; 16], [f32; 16]) = (std::array::from_fn(|_| value()), std::array::from_fn(|_| value()));
-            // SAFETY: the features were detected.
-            let (parts, special) = unsafe { split(&a, &b) };
+            let x: [f32; 32] = std::array::from_fn(|_| random.f32() * 2f32.powi(random.below(200) as i32 - 100));
+            let Some((parts, special)) = parts::<Q8>(&x) else { return };
             assert!(!special);
-            for (x, [hi, lo]) in a.into_iter().chain(b).zip(parts) {
+            for (x, [hi, lo]) in x.into_iter().zip(parts) {
                 let error = (f64::from(hi) + f64::from(lo) - f64::from(x)).abs();
                 assert!(error <= f64::from(x).abs() / f64::from(1 << 17), "{x}: {hi} {lo}");
             }

@@ -11,7 +11,7 @@
 use std::arch::x86_64::*;
 
 use super::scores::{Keys, elements};
-use super::split::{Pairs, exact_pairs, pairs};
+use super::split::{Pairs, Split, pairs};
 use super::{PART, STEP};
 use crate::kernels::amx::each;
 use crate::kernels::amx::tile::Tiles;
@@ -49,15 +49,15 @@ pub unsafe fn pack_weights(s: *const f32, n: usize, to: *mut u8) {
     }
 }
 
-/// Packs tiles `[first, first + n)` of V's rows: `[32 positions][tile][hi, lo][pair]` (of BF16 only `hi`). Gives back whether
-/// any value is an infinity or NaN. Rows that are closed or not there are zeros.
+/// Packs tiles `[first, first + n)` of V's rows: `[32 positions][tile][hi, lo][pair]` (of BF16 only `hi`). Gives back
+/// whether any value is an infinity or NaN. Rows that are closed or not there are zeros.
 ///
 /// # Safety
 /// The rows that are not closed are readable; `to` is 64-byte aligned and writable for two KiB for each tile and 32
 /// positions. AVX-512 F, BW, DQ and VL are there.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn pack_values<T: Load, const SPLIT: bool>(v: Source, first: usize, n: usize, to: *mut u8) -> bool {
+pub unsafe fn pack_values<T: Split>(v: Source, first: usize, n: usize, to: *mut u8) -> bool {
     let row = |p: usize| {
         let open = p < v.rows && v.closed >> p & 1 == 0;
         if open { v.data.wrapping_add(p * v.stride) } else { std::ptr::null() }
@@ -71,9 +71,9 @@ pub unsafe fn pack_values<T: Load, const SPLIT: bool>(v: Source, first: usize, n
                 // SAFETY: open rows are readable; pair `j` of this step and tile.
                 unsafe {
                     let (a, b) = (elements::<T>(a, v.d, at), elements::<T>(b, v.d, at));
-                    let both = if SPLIT { pairs(a, b) } else { exact_pairs(a, b) };
+                    let both = T::split(a, b);
                     special |= both.special;
-                    put::<SPLIT>(both, to.add(((step * WIDTH + tile) * 2 * PART) + j * 64));
+                    put(T::TWO, both, to.add(((step * WIDTH + tile) * 2 * PART) + j * 64));
                 }
             }
         }
@@ -121,11 +121,11 @@ pub unsafe fn pack_values_of_keys(keys: &[Keys], first: usize, n: usize, to: *mu
 // SAFETY: 64 bytes at `to`, 64-byte aligned, and the same a part further.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn put<const SPLIT: bool>(both: Pairs, to: *mut u8) {
+unsafe fn put(two: bool, both: Pairs, to: *mut u8) {
     // SAFETY: the caller's contract.
     unsafe {
         _mm512_store_si512(to.cast(), both.hi);
-        if SPLIT {
+        if two {
             _mm512_store_si512(to.add(PART).cast(), both.lo);
         }
     }
@@ -155,8 +155,8 @@ pub unsafe fn rescale(w: &Weights, first: usize, n: usize) {
 /// Adds 16 rows' weighted sums to tiles `[first, first + n)` of their sums.
 ///
 /// # Safety
-/// All tiles are 16 rows x 64 bytes. `p` and `v` hold `w.n` positions (rounded up to 32), `v` as [`pack_values`] left it for
-/// these (1 to 4) tiles; `w.o` has 16 rows.
+/// All tiles are 16 rows x 64 bytes. `p` and `v` hold `w.n` positions (rounded up to 32), `v` as [`pack_values`] left
+/// it for these (1 to 4) tiles; `w.o` has 16 rows.
 // SAFETY: contract above.
 pub unsafe fn weigh(tiles: &Tiles<'_>, split: bool, w: &Weights, p: *const u8, v: *const u8, first: usize, n: usize) {
     // SAFETY: the caller's contract.
