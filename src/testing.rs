@@ -32,6 +32,30 @@ pub fn avx2() -> Option<Avx2> {
     isa
 }
 
+/// Makes tests of functions that take an instruction set: `name::avx512` and `name::avx2` call `name` with what the two
+/// functions make of the tokens, or say that this CPU lacks one.
+macro_rules! on_each_isa {
+    ([$avx512:expr, $avx2:expr] $($test:ident)*) => {$(
+        mod $test {
+            #[allow(unused_imports)]
+            use super::*;
+
+            #[test]
+            fn avx512() {
+                let Some(isa) = crate::isa::Avx512::detect() else { return println!("skipped: no AVX-512") };
+                super::$test($avx512(isa));
+            }
+
+            #[test]
+            fn avx2() {
+                let Some(isa) = crate::isa::Avx2::detect() else { return println!("skipped: no AVX2") };
+                super::$test($avx2(isa));
+            }
+        }
+    )*};
+}
+pub(crate) use on_each_isa;
+
 /// Zeroed memory, 64-byte aligned.
 pub struct Aligned {
     ptr: *mut u8,

@@ -6,12 +6,13 @@ use std::alloc::{Layout, alloc_zeroed};
 use std::sync::{Mutex, MutexGuard};
 
 use amx_emu::{Mode, Op, Stats};
+use ggml_hina::attention::{FlashAttn, Params};
 use ggml_hina::isa::{Amx, Isa};
 use ggml_hina::kernels::Engine;
 use ggml_hina::kernels::amx::AmxEngine;
 use ggml_hina::moe::{Ids, MulMatId};
 use ggml_hina::pack::{PANEL, Panels, panel_bytes};
-use ggml_hina::team::{Team, Worker};
+use ggml_hina::team::{self, Team, Worker};
 use ggml_hina::tensor::{DType, View, ViewMut, Weights};
 
 /// The emulator, for this test alone.
@@ -163,4 +164,80 @@ fn an_operation_configures_each_thread_once_and_reads_weights_once() {
     assert!((1..=THREADS as u64).contains(&s.get(Op::Ldtilecfg)), "{} configurations", s.get(Op::Ldtilecfg));
     assert_eq!(s.get(Op::Tilerelease), s.get(Op::Ldtilecfg));
     assert!(y.iter().all(|&y| y == 0.0));
+}
+
+/// A step of attention with one query position: cache type, head sizes (`dv` 0: the first 512 elements of K's rows),
+/// heads for one KV head, positions.
+fn attention(amx: Amx, dtype: DType, [d, dv, group, n_kv]: [usize; 4], threads: usize) -> Stats {
+    let out = if dv == 0 { 512 } else { dv };
+    // SAFETY: areas of these shapes, never freed.
+    let op = unsafe {
+        let view = |dtype: DType, ne: [usize; 4]| {
+            let row = dtype.row_bytes(ne[0]);
+            let nb = [dtype.row_bytes(dtype.block()), row, row * ne[1], row * ne[1] * ne[2]];
+            View::from_raw(dtype, zeros(nb[3]), ne, nb)
+        };
+        let (k, mut v) = (view(dtype, [d, n_kv, 1, 1]), view(dtype, [out, n_kv, 1, 1]));
+        if dv == 0 {
+            (v.data, v.nb) = (k.data, k.nb);
+        }
+        let q = view(DType::F32, [d, 1, group, 1]);
+        let nb = [4, 4 * out, 4 * out * group, 4 * out * group];
+        let dst = ViewMut::from_raw(zeros(4 * out * group), [out, group, 1, 1], nb);
+        let (mask, sinks, scale, max_bias, logit_softcap) = (None, None, 1.0, 0.0, 0.0);
+        FlashAttn::new(Params { q, k, v, mask, sinks, scale, max_bias, logit_softcap, dst }).expect("a shape we handle")
+    };
+    let scratch = zeros(op.scratch_bytes(threads)).addr();
+    // SAFETY: scratch of the size asked for, used by this team alone.
+    count(|| team::run(threads, |w| unsafe { op.run(Isa::Amx(amx), &w, scratch as *mut u8) }))
+}
+
+/// Of each block of 64 positions: a load of K for each part, of Q for four K tiles; of P for four V tiles; sums pass
+/// once.
+#[test]
+fn attention_of_heads_that_share_a_kv_head() {
+    let Some((amx, _turn)) = emulated() else { return };
+    const BLOCKS: u64 = 4;
+    for (dtype, group, loads, products) in [
+        // K and V have two parts: three products for each pair of tiles.
+        (DType::F16, 16, 40 + 48, 48 + 48),
+        (DType::Q8_0, 12, 40 + 48, 48 + 48),
+        // One part, K in place: two products.
+        (DType::Bf16, 8, 24 + 32, 32 + 32),
+    ] {
+        let s = attention(amx, dtype, [128, 128, group, 64 * BLOCKS as usize], 1);
+        assert_eq!(totals(&s), [loads * BLOCKS, products * BLOCKS, (4 + 8) * BLOCKS], "{dtype:?}");
+        assert_eq!([s.get(Op::Ldtilecfg), s.get(Op::Tilerelease)], [1, 1], "{dtype:?}");
+    }
+}
+
+#[test]
+fn attention_of_mla_shares_blocks_of_64_among_8_panels() {
+    let Some((amx, _turn)) = emulated() else { return };
+    const BLOCKS: u64 = 2;
+    let steps = 576 / 32;
+    for (dtype, loads, products) in [
+        (DType::F16, 8 * steps * 10 + 64 * 24, 8 * steps * 12 + 64 * 24),
+        (DType::Bf16, 8 * steps * 6 + 64 * 16, 8 * steps * 8 + 64 * 16),
+    ] {
+        let s = attention(amx, dtype, [576, 0, 128, 64 * BLOCKS as usize], 1);
+        assert_eq!(totals(&s), [loads * BLOCKS, products * BLOCKS, (8 * 4 + 64 * 4) * BLOCKS], "{dtype:?}");
+    }
+}
+
+#[test]
+fn attention_of_few_rows_or_of_f32_is_left_to_the_vectors() {
+    let Some((amx, _turn)) = emulated() else { return };
+    for (dtype, group) in [(DType::F16, 8), (DType::Q8_0, 10), (DType::Bf16, 4), (DType::F32, 64)] {
+        let s = attention(amx, dtype, [64, 64, group, 64], 1);
+        assert_eq!([s.get(Op::Tdpbf16ps), s.get(Op::Sttilecfg)], [0, 0], "{dtype:?}");
+    }
+}
+
+#[test]
+fn attention_configures_each_thread_at_most_once() {
+    let Some((amx, _turn)) = emulated() else { return };
+    let s = attention(amx, DType::Bf16, [64, 64, 16, 2000], 3);
+    assert!((1..=3).contains(&s.get(Op::Ldtilecfg)), "{} configurations", s.get(Op::Ldtilecfg));
+    assert_eq!(s.get(Op::Tilerelease), s.get(Op::Ldtilecfg));
 }

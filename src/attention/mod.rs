@@ -13,7 +13,8 @@ mod tests;
 mod tile;
 
 use crate::cost::Cost;
-use crate::isa::Isa;
+use crate::isa::{Amx, Isa};
+use crate::kernels::amx::attention::takes;
 use crate::kernels::attention::Attend;
 use crate::team::Worker;
 use crate::tensor::{DType, View, ViewMut};
@@ -87,20 +88,24 @@ impl<'a> FlashAttn<'a> {
         // SAFETY: the caller's promise.
         unsafe {
             match isa {
-                Isa::Amx(amx) => self.run_on(amx.avx512(), w, scratch),
-                Isa::Avx512(avx512) => self.run_on(avx512, w, scratch),
-                Isa::Avx2(avx2) => self.run_on(avx2, w, scratch),
+                Isa::Amx(amx) => {
+                    let tiled = takes(self.plan.tile_rows, self.params.k.dtype, self.params.v.dtype);
+                    self.run_on(amx.avx512(), tiled.then_some(amx), w, scratch);
+                }
+                Isa::Avx512(avx512) => self.run_on(avx512, None, w, scratch),
+                Isa::Avx2(avx2) => self.run_on(avx2, None, w, scratch),
             }
         }
     }
 
+    /// On a vector instruction set, and AMX's tiles where they are worth it.
     // SAFETY: as `run`.
-    unsafe fn run_on(&self, isa: impl Attend, w: &Worker<'_>, scratch: *mut u8) {
-        let plan = &self.plan;
+    unsafe fn run_on(&self, isa: impl Attend, amx: Option<Amx>, w: &Worker<'_>, scratch: *mut u8) {
+        let plan = &if amx.is_some() { self.plan.on_tiles() } else { self.plan };
         // SAFETY: partial results first, then a part for each thread.
         let local = unsafe { scratch.add(plan.partial_bytes() + w.ith() * plan.thread_bytes()) };
         // SAFETY: the operands are the caller's; `local` is this worker's own.
-        let mut tile = unsafe { Tile::new(isa, &self.params, plan, local.cast()) };
+        let mut tile = unsafe { Tile::new(isa, amx, &self.params, plan, local.cast()) };
         w.barrier();
         let mut items = Items::new(plan, w);
         let mut item = items.next();
@@ -109,6 +114,7 @@ impl<'a> FlashAttn<'a> {
             // SAFETY: each item is done by one worker, and owns its partial results or its rows of `dst`.
             unsafe { tile.chunk(this, item, scratch.cast()) };
         }
+        drop(tile);
         w.barrier();
         if plan.chunks == 1 {
             return;

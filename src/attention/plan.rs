@@ -1,6 +1,7 @@
 //! How an attention operation is cut, and where its scratch lies. Everything here follows from the shapes alone.
 
 use super::{Params, dense, is_mask};
+use crate::kernels::amx::attention::{BLOCK, TileAttention};
 use crate::kernels::attention::{LANES, State, block_len};
 use crate::tensor::DType;
 
@@ -98,6 +99,12 @@ impl Plan {
         })
     }
 
+    /// The same work for AMX: four groups of 16 positions share each load of the queries, and the sums pass through
+    /// memory half as often.
+    pub fn on_tiles(self) -> Self {
+        Self { block: BLOCK, ..self }
+    }
+
     /// Tiles times chunks.
     pub fn items(&self) -> usize {
         self.tiles * self.groups * self.streams * self.chunks
@@ -142,19 +149,21 @@ impl Plan {
         self.items() * self.tile_rows * self.slot_len() * 4
     }
 
-    /// f32 values of a thread's scratch: K block, V block, panels, scores, sums, panel states.
-    pub fn thread_parts(&self) -> [usize; 6] {
+    /// f32 values of a thread's scratch: K block, V block, panels, scores, sums, panel states, what AMX needs.
+    pub fn thread_parts(&self) -> [usize; 7] {
         let lanes = self.tile_rows.next_multiple_of(LANES);
         let v = if self.shared { 0 } else { block_len(self.block, self.dv) };
         let states = MAX_PANELS * size_of::<State>() / 4;
-        let sums = self.tile_rows * self.dv_padded();
+        // AMX adds to 16 rows at a time.
+        let sums = lanes * self.dv_padded();
+        let tiles = TileAttention::scratch_len(lanes, self.d);
         let k = if self.shared { self.block } else { LANES };
-        [block_len(k, self.d), v, lanes * self.d.next_multiple_of(LANES), lanes * self.block, sums, states]
+        [block_len(k, self.d), v, lanes * self.d.next_multiple_of(LANES), lanes * self.block, sums, states, tiles]
     }
 
-    /// Bytes of a thread's scratch; two lines more keep neighbours apart.
+    /// Bytes of a thread's scratch on any CPU; two lines more keep neighbours apart.
     pub fn thread_bytes(&self) -> usize {
-        self.thread_parts().iter().sum::<usize>() * 4 + 128
+        self.on_tiles().thread_parts().iter().sum::<usize>() * 4 + 128
     }
 }
 

@@ -1,15 +1,22 @@
 //! One tile of query rows over one chunk of the cache.
 
+mod block;
+
 use std::ops::Range;
 
 use super::plan::{MAX_PANELS, MAX_TILE_ROWS, Plan};
 use super::{Params, sink, slope, weight};
-use crate::kernels::attention::{Ahead, Attend, LANES, Source, State, TILE, Weights, pack, panel_lanes, panel_len};
+use crate::isa::Amx;
+use crate::kernels::amx::attention::{TileAttention, takes};
+use crate::kernels::attention::{Attend, LANES, Source, State, pack, panel_lanes, panel_len};
 use crate::tensor::View;
 
 /// A thread's place to work: the panels of the tile it is at, and its scratch.
 pub struct Tile<'a, A> {
     isa: A,
+    /// AMX, where it may take tiles, and whether it takes the one that is packed.
+    amx: Option<TileAttention>,
+    on_amx: bool,
     params: &'a Params<'a>,
     plan: &'a Plan,
     /// The tile and its rows that the panels hold.
@@ -61,19 +68,26 @@ impl<'a, A: Attend> Tile<'a, A> {
     /// # Safety
     /// `scratch` is 64-byte aligned and writable for `plan.thread_bytes()` bytes, for as long as this lives.
     // SAFETY: contract above.
-    pub unsafe fn new(isa: A, params: &'a Params<'a>, plan: &'a Plan, scratch: *mut f32) -> Self {
+    pub unsafe fn new(isa: A, amx: Option<Amx>, params: &'a Params<'a>, plan: &'a Plan, scratch: *mut f32) -> Self {
         let mut at = scratch;
-        let [k, v, q, s, o, states] = plan.thread_parts().map(|len| {
+        let [k, v, q, s, o, states, tiles] = plan.thread_parts().map(|len| {
             let part = at;
             // SAFETY: the parts add up to less than `thread_bytes`.
             at = unsafe { at.add(len) };
             part
         });
         let v = if plan.shared { k } else { v };
+        let lanes = plan.tile_rows.next_multiple_of(LANES);
+        let amx = amx.map(|amx| {
+            // SAFETY: the last part is as long as this asks for.
+            unsafe { TileAttention::new(amx, params.k.dtype, plan.d, plan.shared, lanes, tiles) }
+        });
         let rows = [Row { mask: std::ptr::null(), slope: 1.0 }; MAX_TILE_ROWS];
         let panels = [Panel::default(); MAX_PANELS];
         Self {
             isa,
+            amx,
+            on_amx: false,
             params,
             plan,
             packed: None,
@@ -153,15 +167,22 @@ impl<'a, A: Attend> Tile<'a, A> {
         let scale = if params.logit_softcap == 0.0 { params.scale } else { params.scale / params.logit_softcap };
         let (mut row, mut q, mut s) = (0, 0, 0);
         self.count = 0;
+        let mut amx = self.amx.as_mut().filter(|_| takes(rows.len(), params.k.dtype, params.v.dtype));
+        self.on_amx = amx.is_some();
         while row < rows.len() {
-            let lanes = panel_lanes(rows.len() - row);
+            let lanes = if amx.is_some() { LANES } else { panel_lanes(rows.len() - row) };
             let panel = Panel { row, rows: lanes.min(rows.len() - row), lanes, q, s };
             let sources = (rows.start + row..rows.start + row + panel.rows).map(|row| {
                 let p = plan.place(tile, row);
                 params.q.row(p.query, p.head, p.stream).cast::<f32>()
             });
             // SAFETY: the rows are in the view; the panels' lanes add up to at most the tile's rows rounded up to 16.
-            unsafe { pack(sources, lanes, plan.d, scale, self.q.add(q)) };
+            unsafe {
+                pack(sources, lanes, plan.d, scale, self.q.add(q));
+                if let Some(amx) = &mut amx {
+                    amx.pack(self.count, self.q.add(q));
+                }
+            }
             self.panels[self.count] = panel;
             self.count += 1;
             (row, q, s) = (row + panel.rows, q + panel_len(lanes, plan.d), s + lanes * plan.block);
@@ -251,94 +272,6 @@ impl<'a, A: Attend> Tile<'a, A> {
             block.masked |= u32::from(special != 0) << i;
         }
         block
-    }
-
-    /// One block: scores, weights, weighted sums. Asks for the rows of K and V that come next meanwhile.
-    // SAFETY: `chunk`'s contract, with the rows packed.
-    unsafe fn block(&mut self, block: Block, coming: Option<[Source; 2]>, k: Source, v: Source) {
-        let plan = self.plan;
-        let here = |s: Source| Source { closed: block.closed, ..s.part(block.start, block.n) };
-        let busy = self.count - block.idle.count_ones() as usize;
-        let portions = busy * block.n.div_ceil(LANES);
-        let tiles = plan.d.div_ceil(LANES);
-        let mut ahead = coming.map_or(Ahead::NOTHING, |[next, _]| Ahead::new(next, portions * tiles));
-        // SAFETY: the block's positions are in the views; all scratch is this thread's and sized by the plan.
-        unsafe {
-            for first in (0..block.n).step_by(LANES) {
-                // Where V has no use for it, the same 16 positions of scratch serve all of the block.
-                let to = if plan.shared { self.k.add(first / LANES * tiles * TILE) } else { self.k };
-                self.isa.widen(here(k).part(first, LANES.min(block.n - first)), to);
-                for (_, panel) in self.busy(block) {
-                    let s = self.s.add(panel.s + first * panel.lanes);
-                    self.isa.scores(panel.lanes, self.q.add(panel.q), to, tiles, s, &mut ahead);
-                }
-            }
-            for (i, panel) in self.busy(block) {
-                self.weights(block, i, panel);
-            }
-            self.values(block, here(v), coming.map(|[_, next]| next), portions);
-        }
-    }
-
-    /// Adds the block's V rows to the sums.
-    // SAFETY: `chunk`'s contract; the weights are there.
-    unsafe fn values(&mut self, block: Block, v: Source, next: Option<Source>, portions: usize) {
-        let plan = self.plan;
-        let tiles = plan.dv.div_ceil(LANES);
-        let stride = if plan.shared { plan.d.div_ceil(LANES) } else { tiles };
-        let in_place = plan.in_place && block.closed == 0;
-        let next = next.filter(|_| !plan.shared);
-        let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles.div_ceil(2)));
-        // SAFETY: the block's positions are in the view; all scratch is this thread's and sized by the plan.
-        unsafe {
-            if !plan.shared && !in_place {
-                self.isa.widen(v, self.v);
-            }
-            for (i, panel) in self.busy(block) {
-                let w = Weights {
-                    p: self.s.add(panel.s),
-                    lanes: panel.lanes,
-                    rows: panel.rows,
-                    n: block.n,
-                    rescale: (*self.states.add(i)).rescale.as_ptr(),
-                    o: self.o.add(panel.row * plan.dv_padded()),
-                    tiles,
-                };
-                if in_place {
-                    self.isa.weigh_in_place(w, v, &mut ahead);
-                } else {
-                    self.isa.weigh(w, self.v, stride, &mut ahead);
-                }
-            }
-        }
-    }
-
-    /// The panels for which the block is open.
-    fn busy(&self, block: Block) -> impl Iterator<Item = (usize, Panel)> + use<A> {
-        let (panels, count) = (self.panels, self.count);
-        (0..count).filter(move |i| block.idle >> i & 1 == 0).map(move |i| (i, panels[i]))
-    }
-
-    /// Scores of a panel into weights.
-    // SAFETY: `chunk`'s contract; the panel's scores are there.
-    unsafe fn weights(&self, block: Block, i: usize, panel: Panel) {
-        // SAFETY: the panel's scores and state are this thread's; the mask rows have the block's positions.
-        unsafe {
-            let s = self.s.add(panel.s);
-            let len = block.n.next_multiple_of(LANES) * panel.lanes;
-            if self.params.logit_softcap != 0.0 {
-                self.isa.cap(self.params.logit_softcap, s, len);
-            }
-            if block.masked >> i & 1 == 1 {
-                let rows = &self.rows[panel.row..panel.row + panel.rows];
-                let rows = rows.iter().map(|r| (r.mask.add(block.start), r.slope));
-                self.isa.bias(rows, panel.lanes, block.n, s);
-            } else {
-                let tail = block.n * panel.lanes..len;
-                std::slice::from_raw_parts_mut(s.add(tail.start), tail.len()).fill(f32::NEG_INFINITY);
-            }
-            self.isa.softmax(panel.lanes, s, len, &mut *self.states.add(i));
-        }
     }
 
     /// Hands the rows' results on; whether all are finite.

@@ -3,6 +3,7 @@
 //! A tile of weights is 16 rows x 64 bytes (BF16) or x 32 bytes (Q8_0), loaded by the row stride. A tile of C is 16 rows x
 //! 16 tokens of f32 or i32; stored with a stride of 64 bytes it is a part of the C block as it stands.
 
+pub mod attention;
 pub mod bf16;
 pub mod int8;
 pub mod tile;

@@ -11,6 +11,7 @@
 //! log2(16 / lanes) steps for 16 positions.
 
 mod ahead;
+pub mod exp;
 mod queries;
 
 pub use ahead::Ahead;

@@ -5,14 +5,14 @@
 //! lanes of weights and tokens alike: a load of 64 bytes of weights serves each token once, no lane is empty, and one
 //! horizontal sum ends each row: for a few tokens, where reading the weights takes the time.
 
-mod attention;
+pub(super) mod attention;
 mod bf16_fma;
 mod bf16_pairs;
 mod glu;
 mod int8;
 mod pack;
 mod store;
-mod transpose;
+pub(super) mod transpose;
 mod vectors;
 
 use super::Engine;

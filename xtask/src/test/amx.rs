@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use super::seam::{LOGITS, lacking, limit, ops_of_claimed_types, tiny, within};
+use super::seam::{LOGITS, lacking, limit, ops_of, ops_of_claimed_types, tiny, within};
 use super::{Outcome, Step};
 use crate::llama::cpu_flags;
 use crate::logits;
@@ -20,6 +20,12 @@ pub const STEPS: &[Step] = &[
     Step { name: "amx-emu", about: "AMX in software builds", needs: &[], run: build },
     Step { name: "amx-ops", about: "test-backend-ops on emulated AMX", needs: &["plugin", "amx-emu"], run: ops },
     Step {
+        name: "amx-attention",
+        about: "the same for attention, a selection",
+        needs: &["plugin", "amx-emu"],
+        run: attention,
+    },
+    Step {
         name: "amx-logits",
         about: "logits of `tiny` on emulated AMX as stock's",
         needs: &["plugin", "models", "amx-emu"],
@@ -30,6 +36,12 @@ pub const STEPS: &[Step] = &[
 
 /// The weight types that have tile kernels, and the instruction that each is multiplied by.
 const TYPES: [(WeightType, &str); 2] = [(WeightType::Bf16, "tdpbf16ps"), (WeightType::Q8_0, "tdpbssd")];
+
+/// Cases of attention whose tiles of query rows go to AMX (12 rows and more): every cache type, mask, sink, ALiBi,
+/// softcap and order of heads, MLA, and head sizes that are no multiple of a tile's. In software they take seconds.
+const ATTENTION: &str = "(hsk=(64|72|128),.*nr23=\\[4,1\\],kv=512,nb=3,|hsk=65,|\
+                         hsk=576,.*nh=1,nr23=\\[20,1\\],kv=512,nb=1,).*\
+                         type_K=(f16|bf16|q8_0),type_V=(f16|bf16|q8_0)";
 
 /// Ends a step early where the vector half of the AMX kernels cannot run: that is not emulated.
 macro_rules! needs_avx512 {
@@ -79,6 +91,13 @@ fn ops(ui: &Ui) -> Result<Outcome> {
     let counts = TYPES.map(|(_, instruction)| count(&text, instruction));
     let counts = counts.into_iter().collect::<Result<Vec<_>>>()?;
     Ok(Outcome::Passed(format!("{cases} cases, {}", counts.join(", "))))
+}
+
+fn attention(ui: &Ui) -> Result<Outcome> {
+    needs_avx512!();
+    let command = on_amx(&plugin::ensure(ui)?, "test-backend-ops");
+    let (cases, text) = ops_of(ui, command, ["FLASH_ATTN_EXT", ATTENTION], "amx-attention")?;
+    Ok(Outcome::Passed(format!("{cases} cases, {}", count(&text, "tdpbf16ps")?)))
 }
 
 fn agree(ui: &Ui) -> Result<Outcome> {

@@ -105,7 +105,7 @@ pub fn ops_of_claimed_types(ui: &Ui, command: Command, log: &str) -> Result<(u32
 }
 
 /// Runs a `test-backend-ops` on an operation's cases that match a pattern.
-fn ops_of(ui: &Ui, mut command: Command, [op, cases]: [&str; 2], log: &str) -> Result<(u32, String)> {
+pub fn ops_of(ui: &Ui, mut command: Command, [op, cases]: [&str; 2], log: &str) -> Result<(u32, String)> {
     command.args(["test", "-b", "HiNa", "-o", op, "-p", cases]);
     let text = Job::new("test-backend-ops", log, command).run(ui)?;
     let (good, all) = ops_passed(&text).context("test-backend-ops did not say how many tests passed")?;

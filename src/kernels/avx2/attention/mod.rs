@@ -1,8 +1,10 @@
 //! Attention on AVX2.
 
+mod exp;
 mod mask;
 mod scores;
 mod softmax;
+mod values;
 mod weigh;
 mod widen;
 

@@ -5,7 +5,7 @@ mod mask;
 mod scores;
 mod softmax;
 mod weigh;
-mod widen;
+pub(in crate::kernels) mod widen;
 
 use crate::isa::Avx512;
 use crate::kernels::attention::{Ahead, Attend, MaskBits, Source, State, Weights};

@@ -19,17 +19,17 @@ pub unsafe fn widen(from: Source, block: *mut f32) {
 }
 
 /// How a cache type is read: 16 elements from `16 * j` of a row, or the `tail` (1 to 15) elements there.
-pub(super) trait Load {
+pub(in crate::kernels) trait Load {
     // SAFETY: for all of them: the elements are readable, and the caller has the features.
     unsafe fn full(row: *const u8, j: usize) -> __m512;
     // SAFETY: as above.
     unsafe fn part(row: *const u8, j: usize, mask: __mmask16) -> __m512;
 }
 
-pub(super) struct F32;
-pub(super) struct F16;
-pub(super) struct Bf16;
-pub(super) struct Q8;
+pub(in crate::kernels) struct F32;
+pub(in crate::kernels) struct F16;
+pub(in crate::kernels) struct Bf16;
+pub(in crate::kernels) struct Q8;
 
 impl Load for F32 {
     #[inline]
