@@ -26,6 +26,17 @@ pub(super) trait Load {
     /// `8 * N` elements from `8 * j` of a row; `j` is a multiple of 4 where N is.
     // SAFETY: the elements are readable, and the caller has the features.
     unsafe fn load<const N: usize>(row: *const u8, j: usize) -> [__m256; N];
+
+    /// 16 elements from `16 * j` of a row, in the order of the panels of [`Attend::scores_in_place`].
+    ///
+    /// [`Attend::scores_in_place`]: crate::kernels::attention::Attend::scores_in_place
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    // SAFETY: as above.
+    unsafe fn tile(row: *const u8, j: usize) -> [__m256; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { Self::load(row, 2 * j) }
+    }
 }
 
 pub(super) struct F32;
@@ -79,6 +90,16 @@ impl Load for Bf16 {
             *v = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(x)));
         }
         v
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    // SAFETY: the trait's contract.
+    unsafe fn tile(row: *const u8, j: usize) -> [__m256; 2] {
+        // SAFETY: the trait's contract.
+        let x = unsafe { _mm256_loadu_si256(row.add(j * 32).cast()) };
+        let odd = _mm256_and_si256(x, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+        [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(x)), _mm256_castsi256_ps(odd)]
     }
 }
 

@@ -1,17 +1,24 @@
 //! One tile of query rows over one chunk of the cache.
 
+mod open;
+
 use std::ops::Range;
 
 use super::plan::{MAX_PANELS, MAX_TILE_ROWS, Plan};
 use super::{Params, sink, slope, weight};
-use crate::kernels::attention::{Ahead, Attend, LANES, Source, State, TILE, Weights, pack, panel_lanes, panel_len};
+use crate::kernels::attention::{
+    Ahead, Attend, LANES, Source, State, TILE, Weights, pack, pack_for, panel_lanes, panel_len,
+};
 use crate::tensor::View;
+use open::Block;
 
 /// A thread's place to work: the panels of the tile it is at, and its scratch.
 pub struct Tile<'a, A> {
     isa: A,
     params: &'a Params<'a>,
     plan: &'a Plan,
+    /// K and V are used where they lie, not widened first: too few rows share them.
+    in_place: [bool; 2],
     /// The tile and its rows that the panels hold.
     packed: Option<(usize, Range<usize>)>,
     /// Where the work goes on after this chunk: a tile and a position.
@@ -44,19 +51,6 @@ struct Panel {
     s: usize,
 }
 
-/// A block of positions that is open for some row.
-#[derive(Clone, Copy)]
-struct Block {
-    start: usize,
-    n: usize,
-    /// Positions that are closed for all rows.
-    closed: u64,
-    /// Bit `i`: the block is closed for panel `i`.
-    idle: u32,
-    /// Bit `i`: panel `i` needs its mask added.
-    masked: u32,
-}
-
 impl<'a, A: Attend> Tile<'a, A> {
     /// # Safety
     /// `scratch` is 64-byte aligned and writable for `plan.thread_bytes()` bytes, for as long as this lives.
@@ -70,12 +64,15 @@ impl<'a, A: Attend> Tile<'a, A> {
             part
         });
         let v = if plan.shared { k } else { v };
+        let few = |view: &View<'_>, rows| !plan.shared && plan.tile_rows <= rows && view.ne[0].is_multiple_of(LANES);
+        let in_place = [few(&params.k, A::k_in_place(params.k.dtype)), few(&params.v, A::v_in_place(params.v.dtype))];
         let rows = [Row { mask: std::ptr::null(), slope: 1.0 }; MAX_TILE_ROWS];
         let panels = [Panel::default(); MAX_PANELS];
         Self {
             isa,
             params,
             plan,
+            in_place,
             packed: None,
             then: None,
             rows,
@@ -161,7 +158,13 @@ impl<'a, A: Attend> Tile<'a, A> {
                 params.q.row(p.query, p.head, p.stream).cast::<f32>()
             });
             // SAFETY: the rows are in the view; the panels' lanes add up to at most the tile's rows rounded up to 16.
-            unsafe { pack(sources, lanes, plan.d, scale, self.q.add(q)) };
+            unsafe {
+                if self.in_place[0] {
+                    pack_for(params.k.dtype, sources, lanes, plan.d, scale, self.q.add(q));
+                } else {
+                    pack(sources, lanes, plan.d, scale, self.q.add(q));
+                }
+            }
             self.panels[self.count] = panel;
             self.count += 1;
             (row, q, s) = (row + panel.rows, q + panel_len(lanes, plan.d), s + lanes * plan.block);
@@ -210,73 +213,46 @@ impl<'a, A: Attend> Tile<'a, A> {
         }
     }
 
-    /// The first block at or after `start` that is open for some row.
-    // SAFETY: the mask rows have `end` values.
-    unsafe fn open(&self, mut start: usize, end: usize) -> Option<Block> {
-        while start < end {
-            let n = (end - start).min(self.plan.block);
-            // SAFETY: `[start, start + n)` is in front of `end`.
-            let block = unsafe { self.look(start, n) };
-            if block.closed != u64::MAX >> (64 - n) {
-                return Some(block);
-            }
-            start += n;
-        }
-        None
-    }
-
-    /// What the mask says about a block.
-    // SAFETY: the mask rows have `start + n` values.
-    unsafe fn look(&self, start: usize, n: usize) -> Block {
-        let all = u64::MAX >> (64 - n);
-        let mut block = Block { start, n, closed: all, idle: 0, masked: 0 };
-        for (i, panel) in self.panels[..self.count].iter().enumerate() {
-            let (mut closed, mut special) = (all, 0);
-            let mut last = std::ptr::null();
-            for row in &self.rows[panel.row..panel.row + panel.rows] {
-                if row.mask.is_null() {
-                    closed = 0;
-                    break;
-                }
-                if row.mask != last {
-                    last = row.mask;
-                    // SAFETY: the caller's contract.
-                    let bits = unsafe { self.isa.mask_bits(row.mask.add(start), n) };
-                    closed &= bits.closed;
-                    special |= bits.closed | bits.valued;
-                }
-            }
-            block.closed &= closed;
-            block.idle |= u32::from(closed == all) << i;
-            block.masked |= u32::from(special != 0) << i;
-        }
-        block
-    }
-
     /// One block: scores, weights, weighted sums. Asks for the rows of K and V that come next meanwhile.
     // SAFETY: `chunk`'s contract, with the rows packed.
     unsafe fn block(&mut self, block: Block, coming: Option<[Source; 2]>, k: Source, v: Source) {
-        let plan = self.plan;
         let here = |s: Source| Source { closed: block.closed, ..s.part(block.start, block.n) };
         let busy = self.count - block.idle.count_ones() as usize;
         let portions = busy * block.n.div_ceil(LANES);
-        let tiles = plan.d.div_ceil(LANES);
-        let mut ahead = coming.map_or(Ahead::NOTHING, |[next, _]| Ahead::new(next, portions * tiles));
         // SAFETY: the block's positions are in the views; all scratch is this thread's and sized by the plan.
         unsafe {
+            self.scores(block, here(k), coming.map(|[next, _]| next), portions);
+            for (i, panel) in self.busy(block) {
+                self.weights(block, i, panel);
+            }
+            self.values(block, here(v), coming.map(|[_, next]| next), portions);
+        }
+    }
+
+    /// The scores of the block's K rows.
+    // SAFETY: `chunk`'s contract, with the rows packed.
+    unsafe fn scores(&mut self, block: Block, k: Source, next: Option<Source>, portions: usize) {
+        let plan = self.plan;
+        let tiles = plan.d.div_ceil(LANES);
+        let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles));
+        // SAFETY: the block's positions are in the view, one of them open; all scratch is this thread's and sized by the plan.
+        unsafe {
+            if self.in_place[0] {
+                for (_, panel) in self.busy(block) {
+                    let (q, s) = (self.q.add(panel.q), self.s.add(panel.s));
+                    self.isa.scores_in_place(q, [panel.lanes, panel.rows], k, s, &mut ahead);
+                }
+                return;
+            }
             for first in (0..block.n).step_by(LANES) {
                 // Where V has no use for it, the same 16 positions of scratch serve all of the block.
                 let to = if plan.shared { self.k.add(first / LANES * tiles * TILE) } else { self.k };
-                self.isa.widen(here(k).part(first, LANES.min(block.n - first)), to);
+                self.isa.widen(k.part(first, LANES.min(block.n - first)), to);
                 for (_, panel) in self.busy(block) {
                     let s = self.s.add(panel.s + first * panel.lanes);
                     self.isa.scores(panel.lanes, self.q.add(panel.q), to, tiles, s, &mut ahead);
                 }
             }
-            for (i, panel) in self.busy(block) {
-                self.weights(block, i, panel);
-            }
-            self.values(block, here(v), coming.map(|[_, next]| next), portions);
         }
     }
 
@@ -286,7 +262,7 @@ impl<'a, A: Attend> Tile<'a, A> {
         let plan = self.plan;
         let tiles = plan.dv.div_ceil(LANES);
         let stride = if plan.shared { plan.d.div_ceil(LANES) } else { tiles };
-        let in_place = plan.in_place && block.closed == 0;
+        let in_place = self.in_place[1] && block.closed == 0;
         let next = next.filter(|_| !plan.shared);
         let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles.div_ceil(2)));
         // SAFETY: the block's positions are in the view; all scratch is this thread's and sized by the plan.
