@@ -4,8 +4,8 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::values::{InPlace, Quants, Scaled, Values, Widened};
-use super::widen::{Bf16, F16, F32};
+use super::values::{InPlace, Values, Widened};
+use super::widen::{Bf16, F16, F32, Q8};
 use crate::kernels::attention::{Ahead, LANES, Source, Weights};
 use crate::tensor::DType;
 
@@ -26,7 +26,7 @@ pub unsafe fn weigh_in_place(w: Weights, source: Source, ahead: &mut Ahead) {
             DType::F32 => all(w, InPlace::<F32>(data, stride, PhantomData), ahead),
             DType::F16 => all(w, InPlace::<F16>(data, stride, PhantomData), ahead),
             DType::Bf16 => all(w, InPlace::<Bf16>(data, stride, PhantomData), ahead),
-            DType::Q8_0 => all(w, Quants(data, stride), ahead),
+            DType::Q8_0 => all(w, InPlace::<Q8>(data, stride, PhantomData), ahead),
         }
     }
 }
@@ -39,15 +39,13 @@ unsafe fn all<V: Values>(w: Weights, v: V, ahead: &mut Ahead) {
     // SAFETY: the sums and their factors.
     unsafe { rescale(w) };
     let fours = w.rows / 4 * 4;
-    let mut scaled = Scaled([0.0; LANES * LANES]);
     for first in (0..w.n).step_by(V::POSITIONS) {
         for start in (0..2 * w.tiles).step_by(V::COLUMNS) {
             let columns = start..(start + V::COLUMNS).min(2 * w.tiles);
             // SAFETY: positions from `first` on and rows of the caller's operands, as far as there are.
             unsafe {
                 let n = V::POSITIONS.min(w.n - first);
-                let p = v.weights(w.p.add(first * w.lanes), w.lanes, first..first + n, start, &mut scaled);
-                let w = Weights { p, n, ..w };
+                let w = Weights { p: w.p.add(first * w.lanes), n, ..w };
                 for column in columns.clone().step_by(2) {
                     if column % 4 == 0 {
                         (0..n.div_ceil(LANES)).for_each(|_| ahead.step());
