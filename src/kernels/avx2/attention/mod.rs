@@ -10,7 +10,7 @@ mod weigh;
 mod widen;
 
 use crate::isa::Avx2;
-use crate::kernels::attention::{Ahead, Attend, MaskBits, Source, State, Weights};
+use crate::kernels::attention::{Ahead, Attend, LANES, MaskBits, Source, State, Weights};
 use crate::tensor::DType;
 
 impl Attend for Avx2 {
@@ -32,6 +32,10 @@ impl Attend for Avx2 {
     ) {
         // SAFETY: as above.
         unsafe { scores::scores(lanes, panel, block, tiles, s, ahead) }
+    }
+
+    fn v_in_place(v: DType) -> usize {
+        if v == DType::Q8_0 { 4 } else { LANES }
     }
 
     fn k_in_place(k: DType) -> usize {
