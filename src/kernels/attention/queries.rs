@@ -61,12 +61,19 @@ pub unsafe fn pack_for(
     panel: *mut f32,
 ) {
     debug_assert!(rows.len() <= lanes && d.is_multiple_of(LANES));
-    let place = |i: usize| if dtype == DType::Bf16 { i / 2 + i % 2 * LANES / 2 } else { i };
     for (row, q) in rows.enumerate() {
-        for e in 0..d {
-            let to = (e / LANES * lanes + row) * LANES + place(e % LANES);
-            // SAFETY: element `e` of the row, and its place in the panel.
-            unsafe { *panel.add(to) = q.add(e).read_unaligned() * scale };
+        for tile in 0..d / LANES {
+            // SAFETY: 16 elements of the row, and their place in the panel.
+            let (q, to) = unsafe {
+                let q = q.add(tile * LANES).cast::<[f32; LANES]>().read_unaligned().map(|x| x * scale);
+                (q, &mut *panel.add((tile * lanes + row) * LANES).cast::<[f32; LANES]>())
+            };
+            *to = q;
+            if dtype == DType::Bf16 {
+                for i in 0..LANES / 2 {
+                    (to[i], to[LANES / 2 + i]) = (q[2 * i], q[2 * i + 1]);
+                }
+            }
         }
     }
 }

@@ -167,25 +167,29 @@ unsafe fn add<const R: usize, const N: usize, V: Values>(
 
 // SAFETY: contract of `Attend::merge`, on a CPU with the features.
 pub unsafe fn merge(parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {
+    /// Columns for which the parts are gone through once: their factors are computed on the way.
+    const AT_ONCE: usize = 64;
+
     #[target_feature(enable = "avx2,fma")]
     // SAFETY: `merge`'s contract.
     unsafe fn run(parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {
-        for i in (0..n).step_by(LANES) {
-            let mut acc = [_mm256_setzero_ps(); 2];
+        for first in (0..n).step_by(AT_ONCE) {
+            let n = AT_ONCE.min(n - first);
+            let mut acc = [_mm256_setzero_ps(); AT_ONCE / 8];
             for (part, factor) in parts.clone().filter(|(_, factor)| *factor != 0.0) {
-                let factor = _mm256_set1_ps(factor);
-                for (h, acc) in acc.iter_mut().enumerate() {
+                for (i, acc) in acc.iter_mut().take(n.div_ceil(8)).enumerate() {
                     // SAFETY: inside the part, which is padded to 16.
-                    *acc = _mm256_fmadd_ps(factor, unsafe { _mm256_load_ps(part.add(i + 8 * h)) }, *acc);
+                    let x = unsafe { _mm256_load_ps(part.add(first + 8 * i)) };
+                    *acc = _mm256_fmadd_ps(_mm256_set1_ps(factor), x, *acc);
                 }
             }
-            let mut sums = [0f32; LANES];
-            // SAFETY: the 16 sums, then as many of them as there are places from `i` on.
-            unsafe {
-                _mm256_storeu_ps(sums.as_mut_ptr(), acc[0]);
-                _mm256_storeu_ps(sums.as_mut_ptr().add(8), acc[1]);
-                to.add(i).copy_from_nonoverlapping(sums.as_ptr(), LANES.min(n - i));
+            let mut sums = [0f32; AT_ONCE];
+            for (i, acc) in acc.into_iter().enumerate() {
+                // SAFETY: 8 of the sums.
+                unsafe { _mm256_storeu_ps(sums.as_mut_ptr().add(8 * i), acc) };
             }
+            // SAFETY: as many of them as there are places.
+            unsafe { to.add(first).copy_from_nonoverlapping(sums.as_ptr(), n) };
         }
     }
     // SAFETY: the caller's contract.
