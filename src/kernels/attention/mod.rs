@@ -13,6 +13,8 @@
 mod ahead;
 pub mod exp;
 mod queries;
+#[cfg(test)]
+mod tests;
 
 pub use ahead::Ahead;
 pub use queries::{pack, pack_for};
@@ -163,19 +165,19 @@ pub trait Attend: Copy + Send + Sync {
         ahead: &mut Ahead,
     );
 
-    /// Rows of a tile up to which [`Attend::scores_in_place`] takes less time than [`Attend::widen`] and [`Attend::scores`];
-    /// 0 where there is no such thing.
+    /// Rows of a tile up to which [`Attend::scores_in_place`] takes less time than [`Attend::widen`] and
+    /// [`Attend::scores`]; 0 where there is no such thing.
     fn k_in_place(_k: DType) -> usize {
         0
     }
 
     /// As [`Attend::scores`], with K where the cache has it, for up to 64 positions: for few rows, where a block would be
-    /// written for one or two uses. The panel is one of [`pack_for`] for K's type. Lanes past the last row get 0, positions
-    /// that are closed or past the last one (up to the next 16) get any score.
+    /// written for one or two uses. The panel is one of [`pack_for`] for K's type. Lanes past the last row get 0;
+    /// positions that are closed or past the last one (up to the next 16) get any score.
     ///
     /// # Safety
-    /// The rows of K that are not closed are readable, at least one; `k.d` is a multiple of 16. `panel` is `lanes * k.d` f32,
-    /// `s` has `k.rows` (rounded up to 16) `* lanes` f32; both are 64-byte aligned.
+    /// The rows of K that are not closed are readable, at least one; `k.d` is a multiple of 16. `panel` is `lanes * k.d`
+    /// f32, `s` has `k.rows` (rounded up to 16) `* lanes` f32; both are 64-byte aligned.
     // SAFETY: contract above.
     unsafe fn scores_in_place(
         self,
@@ -257,22 +259,4 @@ pub trait Attend: Copy + Send + Sync {
     /// at any alignment.
     // SAFETY: contract above.
     unsafe fn merge(self, parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn panels_cover_all_rows() {
-        for rows in 1..200 {
-            let mut left = rows;
-            while left > 0 {
-                let lanes = panel_lanes(left);
-                assert!(lanes.is_power_of_two() && lanes <= LANES);
-                left = left.saturating_sub(lanes);
-            }
-        }
-        assert_eq!((panel_lanes(12), panel_lanes(8), panel_lanes(6)), (8, 8, 8));
-    }
 }

@@ -2,13 +2,13 @@
 
 use std::arch::x86_64::*;
 
-use super::widen::{Bf16, F16, F32, Load, Q8};
+use super::widen::{Bf16, F16, F32, Load};
 use crate::kernels::attention::{Ahead, LANES, Source};
 use crate::tensor::DType;
 
 // SAFETY: contract of `Attend::scores_in_place`, on a CPU with the features.
 pub unsafe fn scores(panel: *const f32, lanes: usize, rows: usize, k: Source, s: *mut f32, ahead: &mut Ahead) {
-    debug_assert!(k.d.is_multiple_of(LANES) && rows <= lanes);
+    debug_assert!(k.d.is_multiple_of(LANES) && rows <= lanes && k.closed != u64::MAX >> (64 - k.rows));
     // SAFETY: the caller's contract.
     unsafe {
         if rows < lanes {
@@ -18,7 +18,7 @@ pub unsafe fn scores(panel: *const f32, lanes: usize, rows: usize, k: Source, s:
             DType::F32 => all::<F32>(panel, lanes, rows, k, s, ahead),
             DType::F16 => all::<F16>(panel, lanes, rows, k, s, ahead),
             DType::Bf16 => all::<Bf16>(panel, lanes, rows, k, s, ahead),
-            DType::Q8_0 => all::<Q8>(panel, lanes, rows, k, s, ahead),
+            DType::Q8_0 => unreachable!("`k_in_place` is 0"),
         }
     }
 }
@@ -55,7 +55,6 @@ unsafe fn all<T: Load>(panel: *const f32, lanes: usize, rows: usize, k: Source, 
 }
 
 /// A panel, 8 positions of K, and the place of their scores.
-#[derive(Clone, Copy)]
 struct Eight {
     panel: *const f32,
     lanes: usize,

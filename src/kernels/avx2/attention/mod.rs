@@ -10,7 +10,7 @@ mod weigh;
 mod widen;
 
 use crate::isa::Avx2;
-use crate::kernels::attention::{Ahead, Attend, LANES, MaskBits, Source, State, Weights};
+use crate::kernels::attention::{Ahead, Attend, MaskBits, Source, State, Weights};
 use crate::tensor::DType;
 
 impl Attend for Avx2 {
@@ -35,7 +35,7 @@ impl Attend for Avx2 {
     }
 
     fn v_in_place(v: DType) -> usize {
-        if v == DType::Q8_0 { 4 } else { LANES }
+        if v == DType::Q8_0 { 4 } else { 16 }
     }
 
     fn k_in_place(k: DType) -> usize {

@@ -1,4 +1,4 @@
-//! V by position, in a block or where the cache has it.
+//! V by position and column (a vector of 8 elements), in a block or where the cache has it.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -8,18 +8,16 @@ use crate::kernels::attention::{LANES, TILE};
 
 /// V by position.
 pub trait Values: Copy {
-    /// Positions that all columns and rows use before the next ones: few enough to stay in the first-level cache meanwhile,
-    /// also where they lie a power of two apart and share a few of its sets.
+    /// Positions that all columns and rows use before the next ones: few enough to stay in the first-level cache
+    /// meanwhile, also where they lie a power of two apart and share a few of its sets.
     const POSITIONS: usize;
-    /// Columns (vectors of 8 elements) that all rows use before the next ones: the same.
-    const COLUMNS: usize;
 
     /// Bytes from a position to the next one of the same 16.
     fn stride(self) -> usize;
     /// The positions from `16 * group` on.
-    // SAFETY: for all of these: the values are readable, and the caller has the features.
+    // SAFETY: for both: the values are readable, and the caller has the features.
     unsafe fn group(self, group: usize) -> *const u8;
-    /// Columns `[column, column + N)` of the position at `at`.
+    /// Columns `[column, column + N)` of the position at `at`; `column` is a multiple of 4 or of 2 where N is.
     // SAFETY: as above.
     unsafe fn load<const N: usize>(at: *const u8, column: usize) -> [__m256; N];
 }
@@ -33,7 +31,6 @@ pub struct Widened {
 
 impl Values for Widened {
     const POSITIONS: usize = 64;
-    const COLUMNS: usize = 8;
 
     fn stride(self) -> usize {
         LANES * 4
@@ -60,8 +57,18 @@ impl Values for Widened {
     }
 }
 
-/// V in the cache: the first row and the stride.
-pub struct InPlace<T>(pub *const u8, pub usize, pub PhantomData<T>);
+/// V in the cache.
+pub struct InPlace<T> {
+    data: *const u8,
+    stride: usize,
+    dtype: PhantomData<T>,
+}
+
+impl<T> InPlace<T> {
+    pub fn new(data: *const u8, stride: usize) -> Self {
+        Self { data, stride, dtype: PhantomData }
+    }
+}
 
 impl<T> Clone for InPlace<T> {
     fn clone(&self) -> Self {
@@ -73,17 +80,16 @@ impl<T> Copy for InPlace<T> {}
 
 impl<T: Load> Values for InPlace<T> {
     const POSITIONS: usize = LANES;
-    const COLUMNS: usize = 8;
 
     fn stride(self) -> usize {
-        self.1
+        self.stride
     }
 
     #[inline]
     // SAFETY: the trait's contract.
     unsafe fn group(self, group: usize) -> *const u8 {
         // SAFETY: the trait's contract.
-        unsafe { self.0.add(group * LANES * self.1) }
+        unsafe { self.data.add(group * LANES * self.stride) }
     }
 
     #[inline]

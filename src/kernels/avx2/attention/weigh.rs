@@ -1,13 +1,16 @@
 //! The weighted sum of V rows, and the merge of partial sums.
 
 use std::arch::x86_64::*;
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::values::{InPlace, Values, Widened};
 use super::widen::{Bf16, F16, F32, Q8};
 use crate::kernels::attention::{Ahead, LANES, Source, Weights};
 use crate::tensor::DType;
+
+/// Columns (vectors of 8 elements) of V that all rows use before the next ones: few enough to stay in the first-level
+/// cache.
+const COLUMNS: usize = 8;
 
 // SAFETY: contract of `Attend::weigh`, on a CPU with the features.
 pub unsafe fn weigh(w: Weights, block: *const f32, stride: usize, ahead: &mut Ahead) {
@@ -23,16 +26,18 @@ pub unsafe fn weigh_in_place(w: Weights, source: Source, ahead: &mut Ahead) {
     // SAFETY: the caller's contract.
     unsafe {
         match source.dtype {
-            DType::F32 => all(w, InPlace::<F32>(data, stride, PhantomData), ahead),
-            DType::F16 => all(w, InPlace::<F16>(data, stride, PhantomData), ahead),
-            DType::Bf16 => all(w, InPlace::<Bf16>(data, stride, PhantomData), ahead),
-            DType::Q8_0 => all(w, InPlace::<Q8>(data, stride, PhantomData), ahead),
+            DType::F32 => all(w, InPlace::<F32>::new(data, stride), ahead),
+            DType::F16 => all(w, InPlace::<F16>::new(data, stride), ahead),
+            DType::Bf16 => all(w, InPlace::<Bf16>::new(data, stride), ahead),
+            DType::Q8_0 => all(w, InPlace::<Q8>::new(data, stride), ahead),
         }
     }
 }
 
-/// All rows: some positions at a time, and of them some columns at a time. With 8 sums there is one for each FMA that is
-/// under way at a time; more of them would leave too few registers for V.
+/// All rows: some positions at a time, and of them some columns at a time.
+///
+/// A block has 8 sums, one for each FMA that is under way at a time. With more of them its stores, which wait for the
+/// last FMAs, would fill the queue in front of the next block (measured on Zen 3).
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: `weigh`'s contract.
 unsafe fn all<V: Values>(w: Weights, v: V, ahead: &mut Ahead) {
@@ -40,8 +45,8 @@ unsafe fn all<V: Values>(w: Weights, v: V, ahead: &mut Ahead) {
     unsafe { rescale(w) };
     let fours = w.rows / 4 * 4;
     for first in (0..w.n).step_by(V::POSITIONS) {
-        for start in (0..2 * w.tiles).step_by(V::COLUMNS) {
-            let columns = start..(start + V::COLUMNS).min(2 * w.tiles);
+        for start in (0..2 * w.tiles).step_by(COLUMNS) {
+            let columns = start..(start + COLUMNS).min(2 * w.tiles);
             // SAFETY: positions from `first` on and rows of the caller's operands, as far as there are.
             unsafe {
                 let n = V::POSITIONS.min(w.n - first);
@@ -84,7 +89,7 @@ unsafe fn rescale(w: Weights) {
     }
 }
 
-/// `R` rows from `row` on, `N` columns at a time.
+/// `R` rows from `row` on, `N` columns at a time. Apart, so as not to take registers from the loop over fours.
 #[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: `weigh`'s contract for `R` rows and positions from `first` on; of V and the sums the columns.
@@ -108,9 +113,10 @@ unsafe fn run<const R: usize, const N: usize, V: Values>(
     }
 }
 
+/// `R` rows from `row` on times `N` columns from `column` on.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-// SAFETY: as `run`, for `N` columns from `column` on.
+// SAFETY: as `run`, for these columns.
 unsafe fn block<const R: usize, const N: usize, V: Values>(w: Weights, row: usize, v: V, first: usize, column: usize) {
     let mut acc = [[_mm256_setzero_ps(); N]; R];
     // SAFETY: all addresses are inside the operands, by the caller's contract.
@@ -188,8 +194,8 @@ pub unsafe fn merge(parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: u
                 // SAFETY: 8 of the sums.
                 unsafe { _mm256_storeu_ps(sums.as_mut_ptr().add(8 * i), acc) };
             }
-            // SAFETY: as many of them as there are places.
-            unsafe { to.add(first).copy_from_nonoverlapping(sums.as_ptr(), n) };
+            // SAFETY: as many of them as there are places; bytes, because these may lie at any address.
+            unsafe { to.add(first).cast::<u8>().copy_from_nonoverlapping(sums.as_ptr().cast(), 4 * n) };
         }
     }
     // SAFETY: the caller's contract.

@@ -23,7 +23,7 @@ pub(super) trait Load {
     /// Bytes of an element where elements stand alone.
     const BYTES: usize;
 
-    /// `8 * N` elements from `8 * j` of a row; `j` is a multiple of 4 where N is.
+    /// `8 * N` elements from `8 * j` of a row; `j` is a multiple of 4 or of 2 where N is.
     // SAFETY: the elements are readable, and the caller has the features.
     unsafe fn load<const N: usize>(row: *const u8, j: usize) -> [__m256; N];
 
@@ -113,12 +113,13 @@ impl Load for Q8 {
     unsafe fn load<const N: usize>(row: *const u8, j: usize) -> [__m256; N] {
         let mut v = [_mm256_setzero_ps(); N];
         let mut scale = _mm256_setzero_ps();
+        let shared = 1 << N.trailing_zeros().min(2);
         for (n, v) in v.iter_mut().enumerate() {
             // SAFETY: the trait's contract: block `(j + n) / 4` is in the row.
             unsafe {
                 let block = row.add((j + n) / 4 * Q8_0_BYTES);
-                // Four vectors at a time begin a block, and share its scale.
-                if !N.is_multiple_of(4) || n.is_multiple_of(4) {
+                // Vectors of the same block share its scale.
+                if n % shared == 0 {
                     scale = _mm256_cvtph_ps(_mm_set1_epi16(block.cast::<i16>().read_unaligned()));
                 }
                 let quants = _mm_loadl_epi64(block.add(2 + (j + n) % 4 * 8).cast());
