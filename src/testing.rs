@@ -56,6 +56,22 @@ macro_rules! on_each_isa {
 }
 pub(crate) use on_each_isa;
 
+/// Values as elements of a type; for Q8_0, whole blocks.
+pub fn bytes(dtype: DType, x: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::F32 => x.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::F16 => x.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
+        DType::Bf16 => x.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        DType::Q8_0 => {
+            let block = |b: &[f32; 32]| {
+                let (scale, quants) = crate::kernels::reference::quantize_q8_0(b);
+                [f16::from_f32(scale).to_le_bytes().to_vec(), quants.map(|q| q as u8).to_vec()].concat()
+            };
+            x.as_chunks::<32>().0.iter().flat_map(block).collect()
+        }
+    }
+}
+
 /// Zeroed memory, 64-byte aligned.
 pub struct Aligned {
     ptr: *mut u8,

@@ -41,8 +41,6 @@ pub struct Plan {
     pub chunks: usize,
     /// V is the beginning of K's rows: one block serves both.
     pub shared: bool,
-    /// V is used where it lies, not widened first: too few rows share it.
-    pub in_place: bool,
 }
 
 /// Where a query row comes from.
@@ -75,8 +73,6 @@ impl Plan {
         let groups = heads / group;
         let shared =
             p.k.data == p.v.data && p.k.dtype == p.v.dtype && p.k.ne[2..] == p.v.ne[2..] && p.k.nb == p.v.nb && dv <= d;
-        let few = if p.v.dtype == DType::Q8_0 { LANES / 2 } else { LANES };
-        let in_place = !shared && tile_rows <= few && dv.is_multiple_of(LANES);
         let block = if shared && d > 256 { 32 } else { 64 };
         let all_tiles = tiles * groups * streams;
         let chunk_len = n_kv.div_ceil(ENOUGH_ITEMS.div_ceil(all_tiles)).max(MIN_CHUNK).next_multiple_of(block);
@@ -95,7 +91,6 @@ impl Plan {
             chunk_len,
             chunks,
             shared,
-            in_place,
         })
     }
 

@@ -10,8 +10,8 @@ use super::{FlashAttn, Params, reference};
 use crate::isa::Isa;
 use crate::team;
 use crate::tensor::{DType, ViewMut};
-use crate::testing::{Aligned, Guarded, Random, on_each_isa};
-use operands::{Case, Mask, Operands, bytes, plain, view, with_ne};
+use crate::testing::{Aligned, Guarded, Random, bytes, on_each_isa};
+use operands::{Case, Mask, Operands, plain, view, with_ne};
 
 on_each_isa! {
     [Isa::Avx512, Isa::Avx2]
@@ -29,7 +29,9 @@ on_each_isa! {
 const TYPES: [DType; 4] = [DType::F32, DType::F16, DType::Bf16, DType::Q8_0];
 
 fn shape() -> impl Strategy<Value = Case> {
-    let sizes = (1usize..100, 1usize..100, 1usize..6, 1usize..400, 1usize..3, 1usize..3, 1usize..10);
+    // Whole tiles are what kernels can use in place.
+    let size = || prop_oneof![1usize..100, (1usize..7).prop_map(|tiles| 16 * tiles)];
+    let sizes = (size(), size(), 1usize..6, 1usize..400, 1usize..3, 1usize..3, 1usize..10);
     let types = (0..4usize, 0..4usize, prop::bool::weighted(0.2), any::<bool>(), 1usize..3, 1usize..3);
     let mask = prop::option::weighted(
         0.8,

@@ -1,12 +1,10 @@
 //! The operands of a case; they end where memory ends.
 
-use half::{bf16, f16};
-
 use crate::attention::{FlashAttn, Params, reference};
 use crate::isa::Isa;
 use crate::team;
 use crate::tensor::{DType, View, ViewMut};
-use crate::testing::{Aligned, Guarded, Random};
+use crate::testing::{Aligned, Guarded, Random, bytes};
 
 /// The shape and features of one case.
 #[derive(Clone, Debug)]
@@ -45,21 +43,6 @@ pub enum Mask {
     Random,
     /// Random, different for each head and stream.
     RandomPerHead,
-}
-
-pub fn bytes(dtype: DType, x: &[f32]) -> Vec<u8> {
-    match dtype {
-        DType::F32 => x.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::F16 => x.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
-        DType::Bf16 => x.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-        DType::Q8_0 => {
-            let block = |b: &[f32; 32]| {
-                let (scale, quants) = crate::kernels::reference::quantize_q8_0(b);
-                [f16::from_f32(scale).to_le_bytes().to_vec(), quants.map(|q| q as u8).to_vec()].concat()
-            };
-            x.as_chunks::<32>().0.iter().flat_map(block).collect()
-        }
-    }
 }
 
 /// A view of `ne` rows with the given order of dimensions 1 and 2 in memory.

@@ -1,6 +1,7 @@
 //! One block of positions: scores, weights, weighted sums.
 
-use super::{Block, Panel, Tile};
+use super::open::Block;
+use super::{Panel, Tile};
 use crate::kernels::amx::attention::{STEP, WIDTH};
 use crate::kernels::attention::{Ahead, Attend, LANES, Source, TILE, Weights};
 
@@ -8,7 +9,6 @@ impl<A: Attend> Tile<'_, A> {
     /// One block: scores, weights, weighted sums. Asks for the rows of K and V that come next meanwhile.
     // SAFETY: `chunk`'s contract, with the rows packed.
     pub(super) unsafe fn block(&mut self, block: Block, coming: Option<[Source; 2]>, k: Source, v: Source) {
-        let plan = self.plan;
         let here = |s: Source| Source { closed: block.closed, ..s.part(block.start, block.n) };
         if self.on_amx {
             // SAFETY: the caller's contract.
@@ -16,23 +16,40 @@ impl<A: Attend> Tile<'_, A> {
         }
         let busy = self.count - block.idle.count_ones() as usize;
         let portions = busy * block.n.div_ceil(LANES);
-        let tiles = plan.d.div_ceil(LANES);
-        let mut ahead = coming.map_or(Ahead::NOTHING, |[next, _]| Ahead::new(next, portions * tiles));
         // SAFETY: the block's positions are in the views; all scratch is this thread's and sized by the plan.
         unsafe {
+            self.scores(block, here(k), coming.map(|[next, _]| next), portions);
+            for (i, panel) in self.busy(block) {
+                self.weights(block, i, panel);
+            }
+            self.values(block, here(v), coming.map(|[_, next]| next), portions);
+        }
+    }
+
+    /// The scores of the block's K rows.
+    // SAFETY: `chunk`'s contract, with the rows packed.
+    unsafe fn scores(&mut self, block: Block, k: Source, next: Option<Source>, portions: usize) {
+        let plan = self.plan;
+        let tiles = plan.d.div_ceil(LANES);
+        let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles));
+        // SAFETY: the block's positions are in the view, one of them open; all scratch is this thread's and sized by the plan.
+        unsafe {
+            if self.in_place[0] {
+                for (_, panel) in self.busy(block) {
+                    let (q, s) = (self.q.add(panel.q), self.s.add(panel.s));
+                    self.isa.scores_in_place(q, [panel.lanes, panel.rows], k, s, &mut ahead);
+                }
+                return;
+            }
             for first in (0..block.n).step_by(LANES) {
                 // Where V has no use for it, the same 16 positions of scratch serve all of the block.
                 let to = if plan.shared { self.k.add(first / LANES * tiles * TILE) } else { self.k };
-                self.isa.widen(here(k).part(first, LANES.min(block.n - first)), to);
+                self.isa.widen(k.part(first, LANES.min(block.n - first)), to);
                 for (_, panel) in self.busy(block) {
                     let s = self.s.add(panel.s + first * panel.lanes);
                     self.isa.scores(panel.lanes, self.q.add(panel.q), to, tiles, s, &mut ahead);
                 }
             }
-            for (i, panel) in self.busy(block) {
-                self.weights(block, i, panel);
-            }
-            self.values(block, here(v), coming.map(|[_, next]| next), portions);
         }
     }
 
@@ -100,7 +117,7 @@ impl<A: Attend> Tile<'_, A> {
         let plan = self.plan;
         let tiles = plan.dv.div_ceil(LANES);
         let stride = if plan.shared { plan.d.div_ceil(LANES) } else { tiles };
-        let in_place = plan.in_place && block.closed == 0;
+        let in_place = self.in_place[1] && block.closed == 0;
         let next = next.filter(|_| !plan.shared);
         let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles.div_ceil(2)));
         // SAFETY: the block's positions are in the view; all scratch is this thread's and sized by the plan.

@@ -11,11 +11,12 @@
 //! log2(16 / lanes) steps for 16 positions.
 
 mod ahead;
-pub mod exp;
 mod queries;
+#[cfg(test)]
+mod tests;
 
 pub use ahead::Ahead;
-pub use queries::pack;
+pub use queries::{pack, pack_for};
 
 use crate::tensor::DType;
 
@@ -163,6 +164,31 @@ pub trait Attend: Copy + Send + Sync {
         ahead: &mut Ahead,
     );
 
+    /// Rows of a tile up to which [`Attend::scores_in_place`] takes less time than [`Attend::widen`] and
+    /// [`Attend::scores`]; 0 where there is no such thing.
+    fn k_in_place(_k: DType) -> usize {
+        0
+    }
+
+    /// As [`Attend::scores`], with K where the cache has it, for up to 64 positions: for few rows, where a block would be
+    /// written for one or two uses. The panel is one of [`pack_for`] for K's type. Lanes past the last row get 0;
+    /// positions that are closed or past the last one (up to the next 16) get any score.
+    ///
+    /// # Safety
+    /// The rows of K that are not closed are readable, at least one; `k.d` is a multiple of 16. `panel` is `lanes * k.d`
+    /// f32, `s` has `k.rows` (rounded up to 16) `* lanes` f32; both are 64-byte aligned.
+    // SAFETY: contract above.
+    unsafe fn scores_in_place(
+        self,
+        _panel: *const f32,
+        [_lanes, _rows]: [usize; 2],
+        _k: Source,
+        _s: *mut f32,
+        _ahead: &mut Ahead,
+    ) {
+        unreachable!("`k_in_place` is 0")
+    }
+
     /// `s = cap * tanh(s)` for `len` scores: the soft limit of Gemma 2 (the scores come divided by `cap`).
     ///
     /// # Safety
@@ -212,6 +238,11 @@ pub trait Attend: Copy + Send + Sync {
     // SAFETY: contract above.
     unsafe fn weigh(self, w: Weights, block: *const f32, stride: usize, ahead: &mut Ahead);
 
+    /// Rows of a tile up to which [`Attend::weigh_in_place`] takes less time than [`Attend::widen`] and [`Attend::weigh`].
+    fn v_in_place(v: DType) -> usize {
+        if v == DType::Q8_0 { LANES / 2 } else { LANES }
+    }
+
     /// As [`Attend::weigh`], with V where the cache has it: for few rows, where a block would be written for one or two uses.
     ///
     /// # Safety
@@ -227,22 +258,4 @@ pub trait Attend: Copy + Send + Sync {
     /// at any alignment.
     // SAFETY: contract above.
     unsafe fn merge(self, parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn panels_cover_all_rows() {
-        for rows in 1..200 {
-            let mut left = rows;
-            while left > 0 {
-                let lanes = panel_lanes(left);
-                assert!(lanes.is_power_of_two() && lanes <= LANES);
-                left = left.saturating_sub(lanes);
-            }
-        }
-        assert_eq!((panel_lanes(12), panel_lanes(8), panel_lanes(6)), (8, 8, 8));
-    }
 }

@@ -4,8 +4,6 @@
 
 mod attention;
 mod bf16;
-// Attention's part of it is not used yet.
-#[allow(dead_code)]
 mod exp;
 mod glu;
 mod int8;

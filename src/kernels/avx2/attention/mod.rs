@@ -1,6 +1,6 @@
 //! Attention on AVX2.
 
-mod exp;
+mod dots;
 mod mask;
 mod scores;
 mod softmax;
@@ -10,6 +10,7 @@ mod widen;
 
 use crate::isa::Avx2;
 use crate::kernels::attention::{Ahead, Attend, MaskBits, Source, State, Weights};
+use crate::tensor::DType;
 
 impl Attend for Avx2 {
     // SAFETY: contract of `Attend::widen`.
@@ -30,6 +31,27 @@ impl Attend for Avx2 {
     ) {
         // SAFETY: as above.
         unsafe { scores::scores(lanes, panel, block, tiles, s, ahead) }
+    }
+
+    fn v_in_place(v: DType) -> usize {
+        if v == DType::Q8_0 { 4 } else { 16 }
+    }
+
+    fn k_in_place(k: DType) -> usize {
+        if k == DType::Q8_0 { 0 } else { 8 }
+    }
+
+    // SAFETY: contract of `Attend::scores_in_place`.
+    unsafe fn scores_in_place(
+        self,
+        panel: *const f32,
+        [lanes, rows]: [usize; 2],
+        k: Source,
+        s: *mut f32,
+        ahead: &mut Ahead,
+    ) {
+        // SAFETY: as above.
+        unsafe { dots::scores(panel, lanes, rows, k, s, ahead) }
     }
 
     // SAFETY: contract of `Attend::cap`.

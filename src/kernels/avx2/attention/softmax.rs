@@ -2,8 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::exp::{exp, tanh};
 use crate::kernels::attention::{LANES, State, with_lanes};
+use crate::kernels::avx2::exp::{exp_or_zero, tanh};
 
 // SAFETY: contract of `Attend::cap`, on a CPU with the features.
 pub unsafe fn cap(cap: f32, s: *mut f32, len: usize) {
@@ -43,14 +43,14 @@ unsafe fn run<const L: usize>(s: *mut f32, len: usize, state: &mut State) {
             // A row without any score yet has max -Inf: measure from 0 then, so that its weights are e^-Inf = 0.
             let some = _mm256_cmp_ps::<_CMP_NEQ_UQ>(max, _mm256_set1_ps(f32::NEG_INFINITY));
             base[h] = _mm256_and_ps(max, some);
-            let rescale = exp(_mm256_sub_ps(old[h], base[h]));
+            let rescale = exp_or_zero(_mm256_sub_ps(old[h], base[h]));
             sum[h] = _mm256_mul_ps(sum[h], rescale);
             _mm256_store_ps(state.max.as_mut_ptr().add(8 * h), max);
             _mm256_store_ps(state.rescale.as_mut_ptr().add(8 * h), rescale);
         }
         for i in (0..len).step_by(LANES) {
             for (h, x) in load(s.add(i)).into_iter().enumerate() {
-                let p = exp(_mm256_sub_ps(x, base[h]));
+                let p = exp_or_zero(_mm256_sub_ps(x, base[h]));
                 sum[h] = _mm256_add_ps(sum[h], p);
                 _mm256_store_ps(s.add(i + 8 * h), p);
             }

@@ -1,13 +1,16 @@
 //! The weighted sum of V rows, and the merge of partial sums.
 
 use std::arch::x86_64::*;
-use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::values::{InPlace, Quants, Scaled, Values, Widened};
-use super::widen::{Bf16, F16, F32};
+use super::values::{InPlace, Values, Widened};
+use super::widen::{Bf16, F16, F32, Q8};
 use crate::kernels::attention::{Ahead, LANES, Source, Weights};
 use crate::tensor::DType;
+
+/// Columns (vectors of 8 elements) of V that all rows use before the next ones: few enough to stay in the first-level
+/// cache.
+const COLUMNS: usize = 8;
 
 // SAFETY: contract of `Attend::weigh`, on a CPU with the features.
 pub unsafe fn weigh(w: Weights, block: *const f32, stride: usize, ahead: &mut Ahead) {
@@ -23,31 +26,31 @@ pub unsafe fn weigh_in_place(w: Weights, source: Source, ahead: &mut Ahead) {
     // SAFETY: the caller's contract.
     unsafe {
         match source.dtype {
-            DType::F32 => all(w, InPlace::<F32>(data, stride, PhantomData), ahead),
-            DType::F16 => all(w, InPlace::<F16>(data, stride, PhantomData), ahead),
-            DType::Bf16 => all(w, InPlace::<Bf16>(data, stride, PhantomData), ahead),
-            DType::Q8_0 => all(w, Quants(data, stride), ahead),
+            DType::F32 => all(w, InPlace::<F32>::new(data, stride), ahead),
+            DType::F16 => all(w, InPlace::<F16>::new(data, stride), ahead),
+            DType::Bf16 => all(w, InPlace::<Bf16>::new(data, stride), ahead),
+            DType::Q8_0 => all(w, InPlace::<Q8>::new(data, stride), ahead),
         }
     }
 }
 
-/// All rows: some positions at a time, and of them some columns at a time. With 8 sums there is one for each FMA that is
-/// under way at a time; more of them would leave too few registers for V.
+/// All rows: some positions at a time, and of them some columns at a time.
+///
+/// A block has 8 sums, one for each FMA that is under way at a time. With more of them its stores, which wait for the
+/// last FMAs, would fill the queue in front of the next block (measured on Zen 3).
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: `weigh`'s contract.
 unsafe fn all<V: Values>(w: Weights, v: V, ahead: &mut Ahead) {
     // SAFETY: the sums and their factors.
     unsafe { rescale(w) };
     let fours = w.rows / 4 * 4;
-    let mut scaled = Scaled([0.0; LANES * LANES]);
     for first in (0..w.n).step_by(V::POSITIONS) {
-        for start in (0..2 * w.tiles).step_by(V::COLUMNS) {
-            let columns = start..(start + V::COLUMNS).min(2 * w.tiles);
+        for start in (0..2 * w.tiles).step_by(COLUMNS) {
+            let columns = start..(start + COLUMNS).min(2 * w.tiles);
             // SAFETY: positions from `first` on and rows of the caller's operands, as far as there are.
             unsafe {
                 let n = V::POSITIONS.min(w.n - first);
-                let p = v.weights(w.p.add(first * w.lanes), w.lanes, first..first + n, start, &mut scaled);
-                let w = Weights { p, n, ..w };
+                let w = Weights { p: w.p.add(first * w.lanes), n, ..w };
                 for column in columns.clone().step_by(2) {
                     if column % 4 == 0 {
                         (0..n.div_ceil(LANES)).for_each(|_| ahead.step());
@@ -86,7 +89,7 @@ unsafe fn rescale(w: Weights) {
     }
 }
 
-/// `R` rows from `row` on, `N` columns at a time.
+/// `R` rows from `row` on, `N` columns at a time. Apart, so as not to take registers from the loop over fours.
 #[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: `weigh`'s contract for `R` rows and positions from `first` on; of V and the sums the columns.
@@ -110,9 +113,10 @@ unsafe fn run<const R: usize, const N: usize, V: Values>(
     }
 }
 
+/// `R` rows from `row` on times `N` columns from `column` on.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-// SAFETY: as `run`, for `N` columns from `column` on.
+// SAFETY: as `run`, for these columns.
 unsafe fn block<const R: usize, const N: usize, V: Values>(w: Weights, row: usize, v: V, first: usize, column: usize) {
     let mut acc = [[_mm256_setzero_ps(); N]; R];
     // SAFETY: all addresses are inside the operands, by the caller's contract.
@@ -169,25 +173,29 @@ unsafe fn add<const R: usize, const N: usize, V: Values>(
 
 // SAFETY: contract of `Attend::merge`, on a CPU with the features.
 pub unsafe fn merge(parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {
+    /// Columns for which the parts are gone through once: their factors are computed on the way.
+    const AT_ONCE: usize = 64;
+
     #[target_feature(enable = "avx2,fma")]
     // SAFETY: `merge`'s contract.
     unsafe fn run(parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {
-        for i in (0..n).step_by(LANES) {
-            let mut acc = [_mm256_setzero_ps(); 2];
+        for first in (0..n).step_by(AT_ONCE) {
+            let n = AT_ONCE.min(n - first);
+            let mut acc = [_mm256_setzero_ps(); AT_ONCE / 8];
             for (part, factor) in parts.clone().filter(|(_, factor)| *factor != 0.0) {
-                let factor = _mm256_set1_ps(factor);
-                for (h, acc) in acc.iter_mut().enumerate() {
+                for (i, acc) in acc.iter_mut().take(n.div_ceil(8)).enumerate() {
                     // SAFETY: inside the part, which is padded to 16.
-                    *acc = _mm256_fmadd_ps(factor, unsafe { _mm256_load_ps(part.add(i + 8 * h)) }, *acc);
+                    let x = unsafe { _mm256_load_ps(part.add(first + 8 * i)) };
+                    *acc = _mm256_fmadd_ps(_mm256_set1_ps(factor), x, *acc);
                 }
             }
-            let mut sums = [0f32; LANES];
-            // SAFETY: the 16 sums, then as many of them as there are places from `i` on.
-            unsafe {
-                _mm256_storeu_ps(sums.as_mut_ptr(), acc[0]);
-                _mm256_storeu_ps(sums.as_mut_ptr().add(8), acc[1]);
-                to.add(i).copy_from_nonoverlapping(sums.as_ptr(), LANES.min(n - i));
+            let mut sums = [0f32; AT_ONCE];
+            for (i, acc) in acc.into_iter().enumerate() {
+                // SAFETY: 8 of the sums.
+                unsafe { _mm256_storeu_ps(sums.as_mut_ptr().add(8 * i), acc) };
             }
+            // SAFETY: as many of them as there are places; bytes, because these may lie at any address.
+            unsafe { to.add(first).cast::<u8>().copy_from_nonoverlapping(sums.as_ptr().cast(), 4 * n) };
         }
     }
     // SAFETY: the caller's contract.

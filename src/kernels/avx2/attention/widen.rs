@@ -23,9 +23,20 @@ pub(super) trait Load {
     /// Bytes of an element where elements stand alone.
     const BYTES: usize;
 
-    /// `8 * N` elements from `8 * j` of a row; `j` is a multiple of 4 where N is.
+    /// `8 * N` elements from `8 * j` of a row; `j` is a multiple of 4 or of 2 where N is.
     // SAFETY: the elements are readable, and the caller has the features.
     unsafe fn load<const N: usize>(row: *const u8, j: usize) -> [__m256; N];
+
+    /// 16 elements from `16 * j` of a row, in the order of the panels of [`Attend::scores_in_place`].
+    ///
+    /// [`Attend::scores_in_place`]: crate::kernels::attention::Attend::scores_in_place
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    // SAFETY: as above.
+    unsafe fn tile(row: *const u8, j: usize) -> [__m256; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { Self::load(row, 2 * j) }
+    }
 }
 
 pub(super) struct F32;
@@ -80,6 +91,16 @@ impl Load for Bf16 {
         }
         v
     }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    // SAFETY: the trait's contract.
+    unsafe fn tile(row: *const u8, j: usize) -> [__m256; 2] {
+        // SAFETY: the trait's contract.
+        let x = unsafe { _mm256_loadu_si256(row.add(j * 32).cast()) };
+        let odd = _mm256_and_si256(x, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+        [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(x)), _mm256_castsi256_ps(odd)]
+    }
 }
 
 impl Load for Q8 {
@@ -92,12 +113,13 @@ impl Load for Q8 {
     unsafe fn load<const N: usize>(row: *const u8, j: usize) -> [__m256; N] {
         let mut v = [_mm256_setzero_ps(); N];
         let mut scale = _mm256_setzero_ps();
+        let shared = 1 << N.trailing_zeros().min(2);
         for (n, v) in v.iter_mut().enumerate() {
             // SAFETY: the trait's contract: block `(j + n) / 4` is in the row.
             unsafe {
                 let block = row.add((j + n) / 4 * Q8_0_BYTES);
-                // Four vectors at a time begin a block, and share its scale.
-                if !N.is_multiple_of(4) || n.is_multiple_of(4) {
+                // Vectors of the same block share its scale.
+                if n % shared == 0 {
                     scale = _mm256_cvtph_ps(_mm_set1_epi16(block.cast::<i16>().read_unaligned()));
                 }
                 let quants = _mm_loadl_epi64(block.add(2 + (j + n) % 4 * 8).cast());

@@ -1,6 +1,7 @@
 //! One tile of query rows over one chunk of the cache.
 
 mod block;
+mod open;
 
 use std::ops::Range;
 
@@ -8,7 +9,7 @@ use super::plan::{MAX_PANELS, MAX_TILE_ROWS, Plan};
 use super::{Params, sink, slope, weight};
 use crate::isa::Amx;
 use crate::kernels::amx::attention::{TileAttention, takes};
-use crate::kernels::attention::{Attend, LANES, Source, State, pack, panel_lanes, panel_len};
+use crate::kernels::attention::{Attend, LANES, Source, State, pack, pack_for, panel_lanes, panel_len};
 use crate::tensor::View;
 
 /// A thread's place to work: the panels of the tile it is at, and its scratch.
@@ -19,6 +20,8 @@ pub struct Tile<'a, A> {
     on_amx: bool,
     params: &'a Params<'a>,
     plan: &'a Plan,
+    /// K and V are used where they lie, not widened first: too few rows share them.
+    in_place: [bool; 2],
     /// The tile and its rows that the panels hold.
     packed: Option<(usize, Range<usize>)>,
     /// Where the work goes on after this chunk: a tile and a position.
@@ -51,19 +54,6 @@ struct Panel {
     s: usize,
 }
 
-/// A block of positions that is open for some row.
-#[derive(Clone, Copy)]
-struct Block {
-    start: usize,
-    n: usize,
-    /// Positions that are closed for all rows.
-    closed: u64,
-    /// Bit `i`: the block is closed for panel `i`.
-    idle: u32,
-    /// Bit `i`: panel `i` needs its mask added.
-    masked: u32,
-}
-
 impl<'a, A: Attend> Tile<'a, A> {
     /// # Safety
     /// `scratch` is 64-byte aligned and writable for `plan.thread_bytes()` bytes, for as long as this lives.
@@ -82,6 +72,8 @@ impl<'a, A: Attend> Tile<'a, A> {
             // SAFETY: the last part is as long as this asks for.
             unsafe { TileAttention::new(amx, params.k.dtype, plan.d, plan.shared, lanes, tiles) }
         });
+        let few = |view: &View<'_>, rows| !plan.shared && plan.tile_rows <= rows && view.ne[0].is_multiple_of(LANES);
+        let in_place = [few(&params.k, A::k_in_place(params.k.dtype)), few(&params.v, A::v_in_place(params.v.dtype))];
         let rows = [Row { mask: std::ptr::null(), slope: 1.0 }; MAX_TILE_ROWS];
         let panels = [Panel::default(); MAX_PANELS];
         Self {
@@ -90,6 +82,7 @@ impl<'a, A: Attend> Tile<'a, A> {
             on_amx: false,
             params,
             plan,
+            in_place,
             packed: None,
             then: None,
             rows,
@@ -178,7 +171,11 @@ impl<'a, A: Attend> Tile<'a, A> {
             });
             // SAFETY: the rows are in the view; the panels' lanes add up to at most the tile's rows rounded up to 16.
             unsafe {
-                pack(sources, lanes, plan.d, scale, self.q.add(q));
+                if self.in_place[0] {
+                    pack_for(params.k.dtype, sources, lanes, plan.d, scale, self.q.add(q));
+                } else {
+                    pack(sources, lanes, plan.d, scale, self.q.add(q));
+                }
                 if let Some(amx) = &mut amx {
                     amx.pack(self.count, self.q.add(q));
                 }
@@ -229,49 +226,6 @@ impl<'a, A: Attend> Tile<'a, A> {
             d: view.ne[0],
             closed: 0,
         }
-    }
-
-    /// The first block at or after `start` that is open for some row.
-    // SAFETY: the mask rows have `end` values.
-    unsafe fn open(&self, mut start: usize, end: usize) -> Option<Block> {
-        while start < end {
-            let n = (end - start).min(self.plan.block);
-            // SAFETY: `[start, start + n)` is in front of `end`.
-            let block = unsafe { self.look(start, n) };
-            if block.closed != u64::MAX >> (64 - n) {
-                return Some(block);
-            }
-            start += n;
-        }
-        None
-    }
-
-    /// What the mask says about a block.
-    // SAFETY: the mask rows have `start + n` values.
-    unsafe fn look(&self, start: usize, n: usize) -> Block {
-        let all = u64::MAX >> (64 - n);
-        let mut block = Block { start, n, closed: all, idle: 0, masked: 0 };
-        for (i, panel) in self.panels[..self.count].iter().enumerate() {
-            let (mut closed, mut special) = (all, 0);
-            let mut last = std::ptr::null();
-            for row in &self.rows[panel.row..panel.row + panel.rows] {
-                if row.mask.is_null() {
-                    closed = 0;
-                    break;
-                }
-                if row.mask != last {
-                    last = row.mask;
-                    // SAFETY: the caller's contract.
-                    let bits = unsafe { self.isa.mask_bits(row.mask.add(start), n) };
-                    closed &= bits.closed;
-                    special |= bits.closed | bits.valued;
-                }
-            }
-            block.closed &= closed;
-            block.idle |= u32::from(closed == all) << i;
-            block.masked |= u32::from(special != 0) << i;
-        }
-        block
     }
 
     /// Hands the rows' results on; whether all are finite.
