@@ -4,7 +4,7 @@
 //! is 16 positions of `s[position * 16 + row]` as it stands. Sums are `O[row][d] += P[row][position] x
 //! V[position][d]`, added to where they are.
 //!
-//! Values that BF16 does not hold are two BF16 values, hi + lo ([`split`]): exact for F16 caches, 2^-17 for Q8_0's
+//! Values that BF16 does not hold are two BF16 values, hi + lo (`split.rs`): exact for F16 caches, 2^-17 for Q8_0's
 //! products of a scale and a quant, for queries and for weights. F32 caches have more bits and stay with AVX-512. A
 //! product is `hi hi + hi lo + lo hi` (BF16 caches have no lo: two), which is f32's but for an error of some 2^-17.
 //!
