@@ -175,7 +175,7 @@ fn shapes() -> Vec<Shape> {
 }
 
 fn attention(c: &mut Criterion) {
-    let Some(isa) = Isa::best() else { return println!("skipped: no AVX-512") };
+    let Some(isa) = Isa::best() else { return println!("skipped: no AVX2") };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool");
     let mut group = c.benchmark_group("attention");
