@@ -32,7 +32,8 @@ impl<A: Attend> Tile<'_, A> {
         let plan = self.plan;
         let tiles = plan.d.div_ceil(LANES);
         let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles));
-        // SAFETY: the block's positions are in the view, one of them open; all scratch is this thread's and sized by the plan.
+        // SAFETY: the block's positions are in the view, one of them open; all scratch is this thread's and sized by the
+        // plan.
         unsafe {
             if self.in_place[0] {
                 for (_, panel) in self.busy(block) {

@@ -44,8 +44,8 @@ unsafe fn place<const L: usize>(q: *const f32, n: usize, scale: f32, row: usize,
     }
 }
 
-/// Packs as [`pack`] does, for [`Attend::scores_in_place`] with K of `dtype`: `[element / 16][row][element % 16]`. Of each 16
-/// elements those with even numbers come first where K is BF16: they are the lower halves of its 32-bit words.
+/// Packs as [`pack`] does, for [`Attend::scores_in_place`] with K of `dtype`: `[element / 16][row][element % 16]`. Of each
+/// 16 elements those with even numbers come first where K is BF16: they are the lower halves of its 32-bit words.
 ///
 /// [`Attend::scores_in_place`]: super::Attend::scores_in_place
 ///

@@ -1,9 +1,10 @@
 //! Kernels of the AVX-512 engine: BF16 products by `vdpbf16ps`, INT8 products by `vpdpbusd`.
 //!
 //! Two forms. The *panel form* ([`Engine::product`]) has tokens in the lanes and broadcasts pairs (or fours) of weights: no
-//! horizontal sums, full use of the units where 16 tokens or more share an expert. The *dot form* ([`Vectors::dots`](super::Vectors::dots)) has k in the
-//! lanes of weights and tokens alike: a load of 64 bytes of weights serves each token once, no lane is empty, and one
-//! horizontal sum ends each row: for a few tokens, where reading the weights takes the time.
+//! horizontal sums, full use of the units where 16 tokens or more share an expert. The *dot form*
+//! ([`Vectors::dots`](super::Vectors::dots)) has k in the lanes of weights and tokens alike: a load of 64 bytes of weights
+//! serves each token once, no lane is empty, and one horizontal sum ends each row: for a few tokens, where reading the
+//! weights takes the time.
 
 pub(super) mod attention;
 mod bf16_fma;

@@ -73,13 +73,13 @@ unsafe fn group<const P: usize, const R: usize, T: Load>(
     sums: &mut [[__m256; 8]; 4],
     ahead: &mut Ahead,
 ) {
+    let mut nothing = Ahead::NOTHING;
+    // A step for each tile of 16 positions.
+    let ahead = if row == 0 { ahead } else { &mut nothing };
     for (i, sums) in sums.iter_mut().take(R).enumerate() {
-        if row == 0 {
-            (0..(x.tiles * P).div_ceil(LANES)).for_each(|_| ahead.step());
-        }
         let at: [*const u8; P] = std::array::from_fn(|p| x.at[i * P + p]);
         // SAFETY: the caller's contract.
-        unsafe { *sums = add_up::<P, R, T>(x.panel.add(row * LANES), x.lanes, at, x.tiles) };
+        unsafe { *sums = add_up::<P, R, T>(x.panel.add(row * LANES), x.lanes, at, x.tiles, ahead) };
     }
     for (i, sums) in sums.iter().take(R).enumerate() {
         // SAFETY: the scores of these positions and rows.
@@ -96,9 +96,13 @@ unsafe fn add_up<const P: usize, const R: usize, T: Load>(
     lanes: usize,
     at: [*const u8; P],
     tiles: usize,
+    ahead: &mut Ahead,
 ) -> [__m256; 8] {
     let mut sums = [[_mm256_setzero_ps(); R]; P];
     for tile in 0..tiles {
+        if tile % (LANES / P) == 0 {
+            ahead.step();
+        }
         let mut k = [[_mm256_setzero_ps(); 2]; P];
         for (k, at) in k.iter_mut().zip(at) {
             // SAFETY: a tile of an open position.

@@ -87,8 +87,8 @@ unsafe fn add(rows: impl ExactSizeIterator<Item = (*const u16, f32)> + Clone, la
     }
 }
 
-/// What up to 8 rows add at positions `[at, at + 8)`: a vector for each position. -Inf past the last position, and -0, which
-/// changes nothing, past the last row.
+/// What up to 8 rows add at positions `[at, at + 8)`: a vector for each position. -Inf past the last position, and -0,
+/// which changes nothing, past the last row.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: `bias`' contract for the rows' values.
