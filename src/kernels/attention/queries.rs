@@ -33,13 +33,19 @@ pub unsafe fn pack(
 // SAFETY: contract of `pack`.
 unsafe fn place<const L: usize>(q: *const f32, n: usize, scale: f32, row: usize, d: usize, panel: *mut f32) {
     let width = LANES / L;
-    for group in 0..d.next_multiple_of(LANES) / width {
-        // SAFETY: `group` is one of the panel's vectors, and the row has `width` places in each.
-        let to = unsafe { panel.add(group * LANES + row * width) };
+    // SAFETY: `group` is one of the panel's vectors, and the row has `width` places in each.
+    let place = |group: usize| unsafe { panel.add(group * LANES + row * width) };
+    for group in 0..n / width {
+        for i in 0..width {
+            // SAFETY: an element in front of `n`; the place is in the panel.
+            unsafe { *place(group).add(i) = q.add(group * width + i).read_unaligned() * scale };
+        }
+    }
+    for group in n / width..d.next_multiple_of(LANES) / width {
         for i in 0..width {
             let e = group * width + i;
-            // SAFETY: element `e` is in front of `n`; the place is in the panel.
-            unsafe { *to.add(i) = if e < n { q.add(e).read_unaligned() * scale } else { 0.0 } };
+            // SAFETY: as above, where the element is in front of `n`.
+            unsafe { *place(group).add(i) = if e < n { q.add(e).read_unaligned() * scale } else { 0.0 } };
         }
     }
 }
