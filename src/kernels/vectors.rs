@@ -88,3 +88,56 @@ pub trait Vectors: Copy + Send + Sync {
     // SAFETY: contract above.
     unsafe fn glu_row(self, glu: Glu, gate: *mut f32, up: *const f32, n: usize, bias: [*const f32; 2]);
 }
+
+/// Makes `impl Vectors` of a token whose module has `pack::{panel, token_row}`, `store::{lanes_to_panel, finish_lanes,
+/// finish_row}` and `glu::{lanes, row}`; `$own` is the rest.
+macro_rules! vectors_by_modules {
+    ($isa:ty { $($own:item)* }) => {
+        impl $crate::kernels::Vectors for $isa {
+            $($own)*
+
+            // SAFETY: contract of `Vectors::panel`.
+            unsafe fn panel(self, dtype: $crate::tensor::DType, k: usize, tokens: &[*const f32], panel: *mut u8) {
+                // SAFETY: the token proves the features; the rest is the caller's promise.
+                unsafe { pack::panel(dtype, k, tokens, panel) }
+            }
+
+            // SAFETY: contract of `Vectors::token_row`.
+            unsafe fn token_row(self, dtype: $crate::tensor::DType, k: usize, x: *const f32, first: usize, n: usize, row: *mut u8) {
+                // SAFETY: as above.
+                unsafe { pack::token_row(dtype, k, x, first, n, row) }
+            }
+
+            // SAFETY: contract of `Vectors::lanes_to_panel`.
+            unsafe fn lanes_to_panel(self, dtype: $crate::tensor::DType, h: *const f32, n: usize, panel: *mut u8, first: usize) {
+                // SAFETY: as above.
+                unsafe { store::lanes_to_panel(dtype, h, n, panel, first) }
+            }
+
+            // SAFETY: contract of `Vectors::finish_lanes`.
+            unsafe fn finish_lanes(self, finish: $crate::kernels::Finish, c: *const f32, n: usize, rows: &[*mut f32], weights: &[f32; $crate::pack::PANEL]) {
+                // SAFETY: as above.
+                unsafe { store::finish_lanes(finish, c, n, rows, weights) }
+            }
+
+            // SAFETY: contract of `Vectors::finish_row`.
+            unsafe fn finish_row(self, finish: $crate::kernels::Finish, c: *const f32, n: usize, row: *mut f32, weight: f32) {
+                // SAFETY: as above.
+                unsafe { store::finish_row(finish, c, n, row, weight) }
+            }
+
+            // SAFETY: contract of `Vectors::glu_lanes`.
+            unsafe fn glu_lanes(self, kind: $crate::kernels::glu::Glu, gate: *mut f32, up: *const f32, n: usize, bias: [*const f32; 2]) {
+                // SAFETY: as above.
+                unsafe { glu::lanes(kind, gate, up, n, bias) }
+            }
+
+            // SAFETY: contract of `Vectors::glu_row`.
+            unsafe fn glu_row(self, kind: $crate::kernels::glu::Glu, gate: *mut f32, up: *const f32, n: usize, bias: [*const f32; 2]) {
+                // SAFETY: as above.
+                unsafe { glu::row(kind, gate, up, n, bias) }
+            }
+        }
+    };
+}
+pub(super) use vectors_by_modules;

@@ -259,3 +259,83 @@ pub trait Attend: Copy + Send + Sync {
     // SAFETY: contract above.
     unsafe fn merge(self, parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32);
 }
+
+/// Makes `impl Attend` of a token whose module has the steps in files of the same names: `widen::widen`, `scores::scores`,
+/// `softmax::{cap, softmax}`, `mask::{mask_bits, bias}`, `weigh::{weigh, weigh_in_place, merge}`. `$own` is what it has
+/// beyond that, or otherwise than the trait's defaults.
+macro_rules! attend_by_modules {
+    ($isa:ty { $($own:item)* }) => {
+        impl $crate::kernels::attention::Attend for $isa {
+            $($own)*
+
+            // SAFETY: contract of `Attend::widen`.
+            unsafe fn widen(self, from: $crate::kernels::attention::Source, block: *mut f32) {
+                // SAFETY: the token proves the features; the rest is the caller's promise.
+                unsafe { widen::widen(from, block) }
+            }
+
+            // SAFETY: contract of `Attend::scores`.
+            unsafe fn scores(
+                self,
+                lanes: usize,
+                panel: *const f32,
+                block: *const f32,
+                tiles: usize,
+                s: *mut f32,
+                ahead: &mut $crate::kernels::attention::Ahead,
+            ) {
+                // SAFETY: as above.
+                unsafe { scores::scores(lanes, panel, block, tiles, s, ahead) }
+            }
+
+            // SAFETY: contract of `Attend::cap`.
+            unsafe fn cap(self, cap: f32, s: *mut f32, len: usize) {
+                // SAFETY: as above.
+                unsafe { softmax::cap(cap, s, len) }
+            }
+
+            // SAFETY: contract of `Attend::softmax`.
+            unsafe fn softmax(self, lanes: usize, s: *mut f32, len: usize, state: &mut $crate::kernels::attention::State) {
+                // SAFETY: as above.
+                unsafe { softmax::softmax(lanes, s, len, state) }
+            }
+
+            // SAFETY: contract of `Attend::mask_bits`.
+            unsafe fn mask_bits(self, mask: *const u16, n: usize) -> $crate::kernels::attention::MaskBits {
+                // SAFETY: as above.
+                unsafe { mask::mask_bits(mask, n) }
+            }
+
+            // SAFETY: contract of `Attend::bias`.
+            unsafe fn bias(
+                self,
+                rows: impl ExactSizeIterator<Item = (*const u16, f32)> + Clone,
+                lanes: usize,
+                n: usize,
+                s: *mut f32,
+            ) {
+                // SAFETY: as above.
+                unsafe { mask::bias(rows, lanes, n, s) }
+            }
+
+            // SAFETY: contract of `Attend::weigh`.
+            unsafe fn weigh(self, w: $crate::kernels::attention::Weights, block: *const f32, stride: usize, ahead: &mut $crate::kernels::attention::Ahead) {
+                // SAFETY: as above.
+                unsafe { weigh::weigh(w, block, stride, ahead) }
+            }
+
+            // SAFETY: contract of `Attend::weigh_in_place`.
+            unsafe fn weigh_in_place(self, w: $crate::kernels::attention::Weights, source: $crate::kernels::attention::Source, ahead: &mut $crate::kernels::attention::Ahead) {
+                // SAFETY: as above.
+                unsafe { weigh::weigh_in_place(w, source, ahead) }
+            }
+
+            // SAFETY: contract of `Attend::merge`.
+            unsafe fn merge(self, parts: impl Iterator<Item = (*const f32, f32)> + Clone, n: usize, to: *mut f32) {
+                // SAFETY: as above.
+                unsafe { weigh::merge(parts, n, to) }
+            }
+        }
+    };
+}
+pub(crate) use attend_by_modules;
