@@ -112,6 +112,7 @@ pub fn plain_f32(t: &sys::ggml_tensor) -> bool {
 }
 
 /// `MUL_MAT_ID`: `dst[:, slot, token] = w[ids[slot, token]] x src1[:, slot % ne11, token]`.
+// SAFETY: contract of `node`.
 unsafe fn mul_mat_id(node: &sys::ggml_tensor) -> Option<Work> {
     // SAFETY: by the contract of `node`.
     unsafe {
@@ -128,6 +129,7 @@ unsafe fn mul_mat_id(node: &sys::ggml_tensor) -> Option<Work> {
 }
 
 /// `MUL_MAT` with one matrix of weights: projections, shared experts, the output head.
+// SAFETY: contract of `node`.
 unsafe fn mul_mat(node: &sys::ggml_tensor) -> Option<Work> {
     // SAFETY: by the contract of `node`.
     unsafe {
@@ -139,6 +141,7 @@ unsafe fn mul_mat(node: &sys::ggml_tensor) -> Option<Work> {
 }
 
 /// `FLASH_ATTN_EXT`, where the attention kernels take its shapes and types.
+// SAFETY: contract of `node`.
 unsafe fn flash_attn(node: &sys::ggml_tensor) -> Option<Work> {
     let param = |i: usize| f32::from_bits(node.op_params[i] as u32);
     // SAFETY: by the contract of `node`.

@@ -163,6 +163,7 @@ unsafe extern "C" fn get_features(_reg: sys::ggml_backend_reg_t) -> *mut sys::gg
 /// Entry of a plugin file (`ggml_backend_init_t`).
 ///
 /// Returns null where the backend is linked into the program already: two would do the same work twice.
+// SAFETY: the name is ggml's, for the one plugin that a file holds.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_backend_init() -> sys::ggml_backend_reg_t {
     guard(null_mut(), || {
@@ -178,12 +179,14 @@ pub extern "C" fn ggml_backend_init() -> sys::ggml_backend_reg_t {
 
 /// How well this CPU suits (`ggml_backend_score_t`): 0 on a CPU without AVX2, and where the user wants no HiNa,
 /// so that no program lists it.
+// SAFETY: as above.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_backend_score() -> c_int {
     ggml_hina_score()
 }
 
 /// [`ggml_backend_score`] under a name that no other backend linked into the same program has.
+// SAFETY: nothing else has a name that begins with ours.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_hina_score() -> c_int {
     guard(0, || {
@@ -201,6 +204,7 @@ pub extern "C" fn ggml_hina_score() -> c_int {
 }
 
 /// The registry, for the glue that registers a linked-in backend.
+// SAFETY: nothing else has a name that begins with ours.
 #[unsafe(no_mangle)]
 pub extern "C" fn ggml_hina_reg() -> sys::ggml_backend_reg_t {
     guard(null_mut(), registry)

@@ -14,6 +14,7 @@
 
 include!(concat!(env!("OUT_DIR"), "/ggml.rs"));
 
+// SAFETY: the signatures are those of `ggml-backend/glue.c`.
 unsafe extern "C" {
     /// `ggml-backend/glue.c`: hands one finished line to ggml's log.
     pub fn ggml_hina_log(level: ggml_log_level, line: *const ::std::os::raw::c_char);
