@@ -34,12 +34,13 @@ pub enum Mode {
 /// Makes AMX instructions run in this process, on all threads, those that exist and those to come. Again is
 /// harmless.
 ///
-/// On a CPU with AMX nothing is installed and the mode is [`Mode::Native`]: ask Linux for permission and run.
+/// On a CPU with AMX nothing is installed, but Linux is asked for permission; the mode is [`Mode::Native`].
 ///
 /// # Errors
-/// When the kernel refuses a signal handler (a seccomp filter).
+/// When the kernel refuses a signal handler or, on a CPU with AMX, permission (a seccomp filter).
 pub fn install() -> std::io::Result<Mode> {
     if native() {
+        sys::request_tile_data()?;
         return Ok(Mode::Native);
     }
     signal::install()?;

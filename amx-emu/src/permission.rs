@@ -3,18 +3,14 @@
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use crate::stats::Op;
-use crate::sys;
+use crate::sys::{self, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA};
 
 /// `arch_prctl`: which state components a process may ask for.
 const ARCH_GET_XCOMP_SUPP: usize = 0x1021;
 /// `arch_prctl`: which state components this process may use.
 const ARCH_GET_XCOMP_PERM: usize = 0x1022;
-/// `arch_prctl`: asks for a state component.
-const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
 /// State component 17: the tile configuration.
 const XFEATURE_XTILECFG: usize = 17;
-/// State component 18: the tile registers.
-const XFEATURE_XTILEDATA: usize = 18;
 
 /// Nothing stands between the program and the kernel, so nothing is asked of it: `install()` in process.
 const NOT_NEEDED: u8 = 0;

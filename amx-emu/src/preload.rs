@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
 use libc::{SA_RESTART, SIG_ERR, sighandler_t};
 
 use crate::sys::KernelAction;
-use crate::{Mode, active, install, permission, signal, stats};
+use crate::{active, install, native, permission, signal, stats};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -17,7 +17,8 @@ static CONSTRUCTOR: extern "C" fn() = constructor;
 
 extern "C" fn constructor() {
     // The same code is in the rlib: there `install()` is the program's own choice.
-    if in_main_program() || !matches!(install(), Ok(Mode::Emulated)) {
+    // On a CPU with AMX nothing changes, and the program asks for permission itself.
+    if in_main_program() || native() || install().is_err() {
         return;
     }
     permission::enforce();

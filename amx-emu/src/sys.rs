@@ -32,6 +32,21 @@ pub(crate) unsafe fn syscall(nr: c_long, a: [usize; 4]) -> isize {
     ret
 }
 
+/// `arch_prctl`: asks for a state component.
+pub(crate) const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+/// State component 18: the tile registers.
+pub(crate) const XFEATURE_XTILEDATA: usize = 18;
+
+/// Asks the kernel for the tile registers of a CPU that has AMX.
+///
+/// # Errors
+/// When it refuses: a sandbox, or a kernel from before AMX.
+pub(crate) fn request_tile_data() -> std::io::Result<()> {
+    // SAFETY: this request takes no address.
+    let answer = unsafe { syscall(libc::SYS_arch_prctl, [ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, 0, 0]) };
+    if answer < 0 { Err(std::io::Error::from_raw_os_error(-answer as i32)) } else { Ok(()) }
+}
+
 /// Replaces (`new`) and reads (`old`) the action of a signal.
 ///
 /// # Safety

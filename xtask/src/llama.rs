@@ -66,7 +66,7 @@ impl Llama {
 pub fn plugins(ui: &Ui) -> Result<Llama> {
     let source = source::pinned_or_own(ui)?;
     // ggml refuses GGML_NATIVE together with loadable backends, so the host's features are named one by one.
-    let mut options = host_features(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default());
+    let mut options = host_features(&cpuinfo());
     options.extend(
         ["-DBUILD_SHARED_LIBS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_RPC=ON", "-DGGML_NATIVE=OFF"].map(String::from),
     );
@@ -145,12 +145,13 @@ impl Build {
         let dir = self.dir();
         let llama = Llama { source: source.dir.clone(), bin: dir.join("bin") };
         let (configured, built) = (dir.join(".configured"), dir.join(".built"));
-        let recipe = format!("{}\n{}\n{}\n", source.identity, source.dir.display(), self.options.join("\n"));
+        let options = [&self.options[..], &tile_config(&cpuinfo())].concat();
+        let recipe = format!("{}\n{}\n{}\n", source.identity, source.dir.display(), options.join("\n"));
         let wanted = format!("{recipe}{}\n", self.targets.join(" "));
 
         if read(&configured) != recipe {
             let _ = fs::remove_dir_all(&dir);
-            self.configure(ui, source, &cxx)?;
+            self.configure(ui, source, &cxx, &options)?;
             fs::write(&configured, &recipe)?;
         }
         let missing = self.targets.iter().any(|target| !llama.has(target));
@@ -164,12 +165,12 @@ impl Build {
         Ok(llama)
     }
 
-    fn configure(&self, ui: &Ui, source: &Source, cxx: &Path) -> Result<()> {
+    fn configure(&self, ui: &Ui, source: &Source, cxx: &Path, options: &[String]) -> Result<()> {
         let mut command = Command::new(toolchain::cmake(ui)?);
         // PyPI's ninja loops on "manifest still dirty"; make works everywhere.
         command.args(["-G", "Unix Makefiles", "-S"]).arg(&source.dir).arg("-B").arg(self.dir());
         command.arg(format!("-DCMAKE_CXX_COMPILER={}", cxx.display()));
-        command.args(common_options()).args(&self.options);
+        command.args(common_options()).args(options);
         Job::new(format!("configuring {}", self.title), &format!("{}-configure", self.name), command).run(ui).map(drop)
     }
 
@@ -224,6 +225,18 @@ fn write_hints(ui: &Ui, source: &Source) -> Result<()> {
     Ok(())
 }
 
+fn cpuinfo() -> String {
+    fs::read_to_string("/proc/cpuinfo").unwrap_or_default()
+}
+
+/// What makes ggml's own AMX kernels right on a host that has AMX, whatever compiler there is. gcc 12's `_tile_loadconfig` says that
+/// it reads eight bytes; the other 56, which shape the tiles, are then never written, and the first tile load is SIGILL.
+fn tile_config(cpuinfo: &str) -> Vec<String> {
+    let amx = cpu_flags(cpuinfo).contains(&"amx_tile");
+    let header = paths::asset("cpp/tile-config.h");
+    if amx { vec![format!("-DCMAKE_CXX_FLAGS=-include \"{}\"", header.display())] } else { Vec::new() }
+}
+
 /// ggml's build options for the features in `/proc/cpuinfo`.
 fn host_features(cpuinfo: &str) -> Vec<String> {
     const FEATURES: &[(&str, &[&str])] = &[
@@ -265,6 +278,12 @@ mod tests {
         // Half of what AVX512 needs is not enough.
         assert!(options.contains(&"-DGGML_AVX512=OFF".to_string()));
         assert!(options.contains(&"-DGGML_AMX_TILE=OFF".to_string()));
+    }
+
+    #[test]
+    fn the_tile_configuration_is_mended_where_there_is_amx() {
+        assert_eq!(tile_config("flags : avx2 amx_bf16 amx_tile amx_int8\n").len(), 1);
+        assert!(tile_config("flags : avx2 avx512f\n").is_empty());
     }
 
     #[test]
