@@ -32,7 +32,7 @@ const TYPES: [DType; 3] = [DType::F16, DType::Bf16, DType::Q8_0];
 
 /// Cases whose tiles have rows enough, of types that are split or used in place.
 fn tiled() -> impl Strategy<Value = Case> {
-    (shape(), 11usize..40).prop_map(|(case, group)| {
+    (shape(), 27usize..60).prop_map(|(case, group)| {
         let types = [case.k_type, case.v_type].map(|t| if t == DType::F32 { DType::F16 } else { t });
         let [k_type, v_type] = types;
         Case {
@@ -65,7 +65,7 @@ fn all_types_and_odd_heads() {
         let size = |t: DType, d: usize| d.next_multiple_of(t.block());
         for (d, dv) in [(40, 72), (65, 33)] {
             let (d, dv) = (size(k_type, d), size(v_type, dv));
-            let case = Case { d, dv, k_type, v_type, group: 11, k_heads: 1, n_kv: 85, ..plain() };
+            let case = Case { d, dv, k_type, v_type, group: 27, k_heads: 1, n_kv: 85, ..plain() };
             Operands::new(&case).check(Isa::Amx(amx));
         }
     }
@@ -74,7 +74,7 @@ fn all_types_and_odd_heads() {
 #[test]
 fn groups_of_1_to_128() {
     let Some(amx) = amx() else { return };
-    for group in [1, 5, 8, 16, 25, 128] {
+    for group in [1, 5, 11, 16, 27, 40, 128] {
         for k_type in [DType::F16, DType::Bf16] {
             let case = Case { group, k_heads: 1, k_type, v_type: k_type, d: 32, dv: 32, n_kv: 40, ..plain() };
             Operands::new(&case).check(Isa::Amx(amx));
@@ -87,7 +87,7 @@ fn groups_of_1_to_128() {
 fn mla() {
     let Some(amx) = amx() else { return };
     for k_type in TYPES {
-        for (d, dv, group, n_kv) in [(576usize, 512, 17, 81), (96, 80, 12, 50)] {
+        for (d, dv, group, n_kv) in [(576usize, 512, 33, 81), (96, 80, 30, 50)] {
             let dv = dv.min(d).next_multiple_of(k_type.block());
             let mask = Some(Mask::Random);
             let case = Case { d, dv, group, n_kv, k_type, v_type: k_type, mla: true, k_heads: 1, mask, ..plain() };
@@ -100,7 +100,7 @@ fn mla() {
 fn all_features_at_once() {
     let Some(amx) = amx() else { return };
     for mask in [Mask::Causal, Mask::Window(30), Mask::RandomPerHead] {
-        let case = Case { n_q: 3, n_kv: 90, group: 11, k_heads: 1, d: 32, dv: 48, mask: Some(mask), ..plain() };
+        let case = Case { n_q: 3, n_kv: 90, group: 27, k_heads: 1, d: 32, dv: 48, mask: Some(mask), ..plain() };
         Operands::new(&Case { sinks: true, max_bias: 8.0, logit_softcap: 3.0, ..case }).check(Isa::Amx(amx));
     }
 }
@@ -111,7 +111,7 @@ fn infinities_are_as_in_f32() {
     let Some(amx) = amx() else { return };
     for dtype in [DType::F16, DType::Bf16] {
         let infinity = if dtype == DType::F16 { [0x00, 0x7c] } else { [0x80, 0x7f] };
-        let mut case = Operands::new(&Case { k_type: dtype, v_type: dtype, group: 16, n_kv: 90, ..plain() });
+        let mut case = Operands::new(&Case { k_type: dtype, v_type: dtype, group: 32, n_kv: 90, ..plain() });
         for data in [&mut case.k, &mut case.v] {
             let mut raw = data.to_vec();
             raw[3 * 256 + 10..][..2].copy_from_slice(&infinity);

@@ -80,7 +80,7 @@ fn shape() -> impl Strategy<Value = Case> {
 
 /// A plain case, with enough rows for AMX's tiles there.
 fn base(isa: Isa) -> Case {
-    Case { group: if matches!(isa, Isa::Amx(_)) { 16 } else { plain().group }, ..plain() }
+    Case { group: if matches!(isa, Isa::Amx(_)) { 32 } else { plain().group }, ..plain() }
 }
 
 fn like_the_oracle(isa: Isa) {

@@ -37,9 +37,9 @@ pub const STEPS: &[Step] = &[
 /// The weight types that have tile kernels, and the instruction that each is multiplied by.
 const TYPES: [(WeightType, &str); 2] = [(WeightType::Bf16, "tdpbf16ps"), (WeightType::Q8_0, "tdpbssd")];
 
-/// Cases of attention whose tiles of query rows go to AMX (12 rows and more): every cache type, mask, sink, ALiBi,
+/// Cases of attention whose tiles of query rows go to AMX (27 rows and more): every cache type, mask, sink, ALiBi,
 /// softcap and order of heads, MLA, and head sizes that are no multiple of a tile's. In software they take seconds.
-const ATTENTION: &str = "(hsk=(64|72|128),.*nr23=\\[4,1\\],kv=512,nb=3,|hsk=65,|\
+const ATTENTION: &str = "(hsk=(64|72|128),.*nr23=\\[4,1\\],kv=512,nb=32,|hsk=65,|\
                          hsk=576,.*nh=1,nr23=\\[20,1\\],kv=512,nb=1,).*\
                          type_K=(f16|bf16|q8_0),type_V=(f16|bf16|q8_0)";
 
