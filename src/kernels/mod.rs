@@ -29,7 +29,11 @@ pub trait Engine: Copy + Send + Sync {
     /// multiple of 32, so that a Q8_0 block of the next product's k lies in one of them.
     const ROWS: usize = 32;
 
-    /// The same where rows need not come in blocks of 32.
+    /// The most rows of a block where each is multiplied with many tokens: the more, the less often panels come from the cache
+    /// that the cores share.
+    const MANY_TOKENS_ROWS: usize = 96;
+
+    /// The same as [`Engine::ROWS`] where rows need not come in blocks of 32.
     const GROUP: usize = Self::ROWS;
 
     /// The token of the vector instructions.

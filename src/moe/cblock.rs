@@ -1,6 +1,6 @@
 //! The product of a block of weight rows with some tokens of one expert, and what becomes of it.
 
-use super::blocks::MAX_ROWS;
+use super::blocks::MOST_ROWS;
 use super::gather::Packed;
 use super::routing::Active;
 use crate::kernels::glu::Glu;
@@ -52,7 +52,7 @@ impl Chunk {
 
 /// f32 that are room for any C block: 256 KiB, for the L2 cache.
 pub const ROOM: usize = 64 << 10;
-const _: () = assert!(MAX_TOKEN_ROWS * MAX_ROWS <= ROOM / 2 && MAX_ROWS * PANEL <= ROOM / 2);
+const _: () = assert!(MAX_TOKEN_ROWS * MOST_ROWS <= ROOM / 2 && MOST_ROWS * PANEL <= ROOM / 2);
 
 /// One thread's engine and its state.
 pub struct Multiplier<E: Engine> {

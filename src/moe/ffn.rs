@@ -218,7 +218,7 @@ impl<E: Engine> Run<'_, E> {
     // SAFETY: the tokens are packed in `areas.x`, all workers are here.
     unsafe fn gate_up(&mut self, w: &Worker<'_>) {
         let FfnParts { gate, up, gate_bias, up_bias, glu, down, .. } = *self.parts;
-        let [gates, ups] = [gate, up].map(|m| Blocks::new(m, &self.routing, w.nth(), E::ROWS));
+        let [gates, ups] = [gate, up].map(|m| Blocks::new(self.multiplier.engine(), m, &self.routing, w.nth()));
         let segments = self.areas.gate_up;
         if let Some([g, u]) = segments {
             // SAFETY: packed and seated before the barrier.
@@ -308,7 +308,7 @@ impl<E: Engine> Run<'_, E> {
     // SAFETY: the tokens are packed in `areas.h`, all workers are here.
     unsafe fn down(&mut self, w: &Worker<'_>, dst: ViewMut<'_>) {
         let FfnParts { down, down_bias, .. } = *self.parts;
-        let blocks = Blocks::new(down, &self.routing, w.nth(), E::ROWS);
+        let blocks = Blocks::new(self.multiplier.engine(), down, &self.routing, w.nth());
         each(w, blocks.count(), |block, next| {
             let (active, rows, first) = blocks.get(block);
             if self.areas.down.is_none() {
@@ -337,7 +337,7 @@ impl<E: Engine> Run<'_, E> {
         let FfnParts { down, down_bias, ids, .. } = *self.parts;
         let (active, tokens) = (self.routing.active, ids.n_tokens());
         let step = if active.iter().any(|a| a.lanes() > 0) { E::GROUP } else { 8 };
-        let size = block_rows(&down, down.n, w.nth(), step).min(sum_rows(tokens)) / step * step;
+        let size = block_rows(&down, down.n, w.nth(), (step, sum_rows(tokens))) / step * step;
         let n = |block: usize| size.min(down.n - block * size);
         each(w, down.n.div_ceil(size), |block, next| {
             let (first, n, sums) = (block * size, n(block), self.areas.sums);

@@ -206,7 +206,7 @@ where
             unsafe { segments.products(engine, w, &self.w, &routing, &areas.packed) };
             w.barrier();
         }
-        let blocks = Blocks::new(self.w, &routing, w.nth(), E::ROWS);
+        let blocks = Blocks::new(engine, self.w, &routing, w.nth());
         let mut multiplier = Multiplier::new(engine);
         let finish = Finish { bias: std::ptr::null(), add: false };
         each(w, blocks.count(), |block, next| {

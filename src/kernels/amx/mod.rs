@@ -6,6 +6,7 @@
 pub mod attention;
 pub mod bf16;
 pub mod int8;
+mod seam;
 pub mod tile;
 
 use std::arch::asm;
@@ -55,8 +56,18 @@ impl Engine for AmxEngine {
     /// Four tiles to a panel load, or two by two.
     const ROWS: usize = 64;
 
+    /// Measured on a Xeon 6 with 512 tokens: 15 % faster than 64, and as fast as 256.
+    const MANY_TOKENS_ROWS: usize = 128;
+
     fn vectors(self) -> Avx512 {
         self.0.avx512()
+    }
+
+    fn dot_tokens(self, dtype: DType, tokens: usize) -> usize {
+        // Whole rows, one after the other, come from memory faster than 16 side by side, as long as the vectors keep up (measured
+        // on a Xeon 6: BF16 28 GB/s against 25 for one or two tokens, no more for four; Q8_0 as fast for one, slower for two).
+        let most = if dtype == DType::Q8_0 { 1 } else { 2 };
+        if tokens <= most { tokens } else { 0 }
     }
 
     fn begin(self) -> tile::Session {

@@ -1,0 +1,111 @@
+//! The step that gathers what lies beside a row's whole cache lines.
+//!
+//! Where all weight rows begin `head` bytes before a cache line and are whole steps long, the steps in between load whole lines,
+//! and one tile takes the `head` bytes at the row's start and the `64 - head` at its end. The panel's tile for it is
+//! gathered likewise. Nothing is padded, so no zero meets an Inf.
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+
+use super::{C_ROW, TILE};
+use crate::isa::Avx512;
+use crate::tensor::Rows;
+
+/// Bytes of a cache line, of a row's step and of a pair's lanes in a panel.
+const LINE: usize = 64;
+/// Bytes of a pair of k in a row.
+const PAIR: usize = 4;
+
+/// How the rows of a product lie to the cache lines.
+#[derive(Clone, Copy, Debug)]
+pub struct Seam {
+    avx512: Avx512,
+    head: usize,
+}
+
+/// A tile of 16 rows x 64 bytes, in memory.
+#[repr(align(64))]
+pub struct SeamTile([MaybeUninit<u8>; TILE * C_ROW]);
+
+impl SeamTile {
+    /// For where there is no seam.
+    pub fn unused() -> Self {
+        Self([MaybeUninit::uninit(); TILE * C_ROW])
+    }
+
+    /// Address of its first row; rows are 64 bytes apart.
+    pub fn at(&self) -> *const u8 {
+        self.0.as_ptr().cast()
+    }
+
+    fn row(&mut self, i: usize) -> *mut u8 {
+        self.0[i * C_ROW..][..C_ROW].as_mut_ptr().cast()
+    }
+}
+
+impl Seam {
+    /// The seam of BF16 rows that are all off the cache lines by the same whole pairs and are whole steps long.
+    pub fn of(avx512: Avx512, rows: &Rows<'_>) -> Option<Self> {
+        let head = rows.data.addr().wrapping_neg() % LINE;
+        let alike = rows.n == 1 || rows.stride.is_multiple_of(LINE);
+        let whole = rows.k > 0 && (rows.k * 2).is_multiple_of(LINE);
+        (head > 0 && head.is_multiple_of(PAIR) && alike && whole).then_some(Self { avx512, head })
+    }
+
+    /// Bytes of a row before its first whole line.
+    pub fn head_bytes(&self) -> usize {
+        self.head
+    }
+
+    /// The tile of weight rows `[first, first + n)`, at most 16; further rows are unspecified.
+    ///
+    /// # Safety
+    /// The rows exist, and this is their seam.
+    // SAFETY: contract above.
+    #[inline]
+    pub unsafe fn weights(&self, rows: &Rows<'_>, first: usize, n: usize) -> SeamTile {
+        // SAFETY: the caller's contract; the token proves AVX-512.
+        unsafe { weights(rows, first, n, self.head) }
+    }
+
+    /// The tile of a panel of `k` columns, for these rows.
+    ///
+    /// # Safety
+    /// `panel` is readable for `k` (at least 32) columns.
+    // SAFETY: contract above.
+    #[inline]
+    pub unsafe fn panel(&self, panel: *const u8, k: usize) -> SeamTile {
+        let _avx512 = self.avx512;
+        // SAFETY: the caller's contract; the token proves AVX-512.
+        unsafe { panel_tile(panel, k, self.head) }
+    }
+}
+
+// SAFETY: as `Seam::weights`; AVX-512 F is there.
+#[target_feature(enable = "avx512f")]
+unsafe fn weights(rows: &Rows<'_>, first: usize, n: usize, head: usize) -> SeamTile {
+    let mut tile = SeamTile::unused();
+    let before: __mmask16 = (1 << (head / PAIR)) - 1;
+    for i in 0..n {
+        let row = rows.row(first + i);
+        // SAFETY: the first `head` bytes of the row, and of its last 64 those behind as many; nothing masked out is touched.
+        unsafe {
+            let start = _mm512_maskz_loadu_epi32(before, row.cast());
+            let end = row.add(rows.k * 2 - LINE);
+            _mm512_store_si512(tile.row(i).cast(), _mm512_mask_loadu_epi32(start, !before, end.cast()));
+        }
+    }
+    tile
+}
+
+// SAFETY: as `Seam::panel`; AVX-512 F is there.
+#[target_feature(enable = "avx512f")]
+unsafe fn panel_tile(panel: *const u8, k: usize, head: usize) -> SeamTile {
+    let mut tile = SeamTile::unused();
+    for i in 0..TILE {
+        let pair = if i < head / PAIR { i } else { k / 2 - TILE + i };
+        // SAFETY: pair `pair` of the panel's `k / 2` is 64 bytes, aligned.
+        unsafe { _mm512_store_si512(tile.row(i).cast(), _mm512_load_si512(panel.add(pair * LINE).cast())) };
+    }
+    tile
+}
