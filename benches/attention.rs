@@ -47,8 +47,22 @@ impl Shape {
     }
 }
 
+/// Bytes that begin at a cache line, as ggml's buffers do: a load that straddles lines costs as much as two.
+struct Memory {
+    bytes: Vec<u8>,
+    start: usize,
+}
+
+impl std::ops::Deref for Memory {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..][..MEMORY]
+    }
+}
+
 /// `MEMORY` bytes that are small values whatever type they are read as: a short pattern over and over.
-fn memory(dtype: DType) -> Vec<u8> {
+fn memory(dtype: DType) -> Memory {
     let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 64.0;
     let unit: Vec<u8> = match dtype {
         DType::F32 => (0..101).flat_map(|i| value(i).to_le_bytes()).collect(),
@@ -62,12 +76,13 @@ fn memory(dtype: DType) -> Vec<u8> {
             (0..101).flat_map(block).collect()
         }
     };
-    let mut all = Vec::with_capacity(MEMORY + unit.len());
-    while all.len() < MEMORY {
-        all.extend_from_slice(&unit);
+    let mut bytes: Vec<u8> = Vec::with_capacity(64 + MEMORY + unit.len());
+    let start = bytes.as_ptr().align_offset(64);
+    bytes.resize(start, 0);
+    while bytes.len() < start + MEMORY {
+        bytes.extend_from_slice(&unit);
     }
-    all.truncate(MEMORY);
-    all
+    Memory { bytes, start }
 }
 
 fn view(dtype: DType, data: *const u8, ne: [usize; 4], heads_inside: bool) -> View<'static> {

@@ -1,6 +1,7 @@
 //! Aligned memory and random values.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
@@ -40,6 +41,11 @@ impl Aligned {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and borrowed by nobody else.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.layout.size()) }
+    }
+
+    pub fn f32_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as above; aligned for f32, of which every bit pattern is one.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.layout.size() / 4) }
     }
 
     pub fn f32(&self) -> &[f32] {
@@ -119,4 +125,42 @@ impl Packed {
         // SAFETY: the area was made for these.
         unsafe { Panels::from_raw(self.dtype, self.area.ptr(), self.k, self.tokens) }
     }
+}
+
+/// Reads all whole KiB of `bytes` as fast as this thread can: 512-bit loads of four streams, prefetched.
+pub fn read_all(avx512: Avx512, bytes: &[u8]) -> u64 {
+    let _ = avx512;
+    // SAFETY: the token proves AVX-512.
+    unsafe { read_streams(bytes) }
+}
+
+/// # Safety
+/// AVX-512 F is there.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f")]
+unsafe fn read_streams(bytes: &[u8]) -> u64 {
+    const STREAMS: usize = 4;
+    const AHEAD: usize = 1024;
+    let part = bytes.len() / STREAMS / 64 * 64;
+    let mut sums = [_mm512_setzero_si512(); STREAMS];
+    for at in (0..part).step_by(64) {
+        for (s, sum) in sums.iter_mut().enumerate() {
+            let from = bytes.as_ptr().wrapping_add(s * part + at);
+            // SAFETY: inside `bytes`; a prefetch only hints.
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(AHEAD).cast());
+                *sum = _mm512_xor_si512(*sum, _mm512_loadu_si512(from.cast()));
+            }
+        }
+    }
+    sums.into_iter().fold(0, |all, sum| all ^ xor_lanes(sum))
+}
+
+/// The exclusive or of all eight lanes.
+#[target_feature(enable = "avx512f")]
+fn xor_lanes(v: __m512i) -> u64 {
+    let mut lanes = [0u64; 8];
+    // SAFETY: 64 bytes.
+    unsafe { _mm512_storeu_si512(lanes.as_mut_ptr().cast(), v) };
+    lanes.into_iter().fold(0, |all, lane| all ^ lane)
 }

@@ -4,7 +4,8 @@ use std::arch::x86_64::*;
 use std::hint::black_box;
 use std::time::Instant;
 
-use ggml_hina::isa::Isa;
+use ggml_hina::isa::{Amx, Isa};
+use ggml_hina::kernels::amx::tile::{Config, Session};
 use ggml_hina::team::{self, Worker};
 
 /// What the threads of a pool reach together.
@@ -49,8 +50,23 @@ impl Ceilings {
             let rate = best(threads * per * LOOPS as f64, &|_| unsafe { f() });
             Peak { by, rate }
         };
+        let on_tiles = |by, per: f64, amx: Amx, f: fn()| {
+            let rate = best(threads * per * LOOPS as f64, &|_| {
+                let mut session = Session::begin(amx);
+                session.configure(&Config::new([[16, 64]; 8]));
+                f();
+            });
+            Peak { by, rate }
+        };
         let (bf16, int8) = match isa {
-            Isa::Amx(_) | Isa::Avx512(_) => {
+            Isa::Amx(amx) => (
+                on_tiles("tdpbf16ps", 4.0 * 2.0 * 16.0 * 16.0 * 32.0, amx, tiles_bf16),
+                on_tiles("tdpbssd and scales", 2.0 * 16.0 * 16.0 * 32.0, amx, || {
+                    // SAFETY: AMX goes with AVX-512.
+                    unsafe { tiles_scaled() }
+                }),
+            ),
+            Isa::Avx512(_) => {
                 let [pairs, fma] = [peak("vdpbf16ps", 16.0 * 64.0, dpbf16), peak("vfmadd231ps", 16.0 * 32.0, fma512)];
                 let bf16 = if pairs.rate > fma.rate { pairs } else { fma };
                 (bf16, peak("vpdpbusd and scales", 16.0 * 128.0, scaled512))
@@ -119,6 +135,34 @@ peak!(
     "vfmadd231ps zmm2\\i, zmm15, zmm15",
     ".endr",
 );
+// A tile of 16 x 16 sums, and their scaling.
+peak!(
+    tiles_scaled,
+    "avx512f",
+    "tdpbssd tmm0, tmm4, tmm5",
+    ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
+    "vcvtdq2ps zmm18, zmm15",
+    "vmulps zmm19, zmm15, zmm15",
+    "vfmadd231ps zmm\\i, zmm15, zmm15",
+    ".endr",
+);
+
+/// Products of tiles into four sums, on a thread that has configured them.
+fn tiles_bf16() {
+    for _ in 0..LOOPS {
+        // SAFETY: tile registers only.
+        unsafe {
+            std::arch::asm!(
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                options(nostack, nomem, preserves_flags)
+            );
+        }
+    }
+}
+
 peak!(fma256, "avx2,fma", ".irp i,0,1,2,3,4,5,6,7,8,9,10,11", "vfmadd231ps ymm\\i, ymm15, ymm15", ".endr",);
 // Two vectors of sums over 32 k, sixteen pairs of k each, and their scaling.
 peak!(
