@@ -1,6 +1,10 @@
 //! Attention on a cache that lies in memory, beside the read bandwidth of the same machine: throughput counts the bytes of K
 //! and V once. `cargo bench --bench attention -- PATTERN`; names are `type/d/group/depth`.
 
+#[path = "common/meter.rs"]
+#[allow(dead_code, reason = "other benches use the rest")]
+mod meter;
+
 use std::hint::black_box;
 use std::time::Duration;
 
@@ -149,18 +153,14 @@ fn case(group: &mut BenchmarkGroup<'_, WallTime>, isa: Isa, pool: &ThreadPool, m
     });
 }
 
-/// The bound: every thread sums its share of the memory, reading 64 bytes at a time.
+/// The bound: every thread sums its share of the memory.
 fn read(group: &mut BenchmarkGroup<'_, WallTime>, pool: &ThreadPool, memory: &[u8]) {
-    let lines = memory.as_chunks::<64>().0;
     group.throughput(Throughput::Bytes(memory.len() as u64));
     group.bench_function("read", |b| {
         b.iter(|| {
             team::run_on(pool, &|w| {
-                let sum = |acc: [u64; 8], line: &[u8; 64]| {
-                    let words = line.as_chunks::<8>().0;
-                    std::array::from_fn(|i| acc[i] ^ u64::from_le_bytes(words[i]))
-                };
-                black_box(lines[w.share(lines.len())].iter().fold([0; 8], sum));
+                // SAFETY: every engine's CPU has AVX2.
+                black_box(unsafe { meter::sum(&memory[w.share(memory.len())]) });
             });
         });
     });

@@ -20,7 +20,7 @@ mod common;
 mod onednn;
 
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::ggml::Ggml;
 use common::layer::{Layer, Memory, SHAPES, Shape, even, weight_bytes};
@@ -32,6 +32,8 @@ use onednn::{Experts, OneDnn};
 
 /// Tokens of each expert.
 const TOKENS: [usize; 4] = [1, 4, 16, 64];
+/// Between two contenders.
+const PAUSE: Duration = Duration::from_millis(30);
 /// Rounds; in each one every contender runs once.
 const ROUNDS: usize = 7;
 
@@ -144,6 +146,8 @@ impl Bench {
         // The first round warms up: pages, threads, ggml's work buffer.
         for round in 0..=ROUNDS {
             let mut timed = |i: usize, run: &mut dyn FnMut()| {
+                // The threads of the one before spin for a while, and would take the CPUs of those that sleep between.
+                std::thread::sleep(PAUSE);
                 let start = Instant::now();
                 run();
                 if round > 0 {
