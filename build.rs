@@ -13,6 +13,7 @@ fn main() {
 mod plugin {
     use std::collections::HashMap;
     use std::env;
+    use std::ffi::OsString;
     use std::fs;
     use std::path::{Path, PathBuf};
     use std::process::{Command, exit};
@@ -49,6 +50,11 @@ mod plugin {
         exit(1)
     }
 
+    /// An environment variable; an empty one counts as not set.
+    fn given(name: &str) -> Option<OsString> {
+        env::var_os(name).filter(|value| !value.is_empty())
+    }
+
     fn find() -> Ggml {
         let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
         let hint_file = root.join("target/llama/hina.env");
@@ -56,8 +62,8 @@ mod plugin {
         let hints = fs::read_to_string(&hint_file).unwrap_or_default();
         let hints: HashMap<&str, &str> = hints.lines().filter_map(|l| l.split_once('=')).collect();
         let libclang = hints.get("libclang").map(PathBuf::from);
-        let own_lib = env::var_os("GGML_HINA_GGML_LIB").map(PathBuf::from);
-        if let Some(dir) = env::var_os(DIR) {
+        let own_lib = given("GGML_HINA_GGML_LIB").map(PathBuf::from);
+        if let Some(dir) = given(DIR) {
             let (include, src) = headers_under(Path::new(&dir));
             return Ggml { include, src, lib: own_lib, libclang };
         }
@@ -105,7 +111,7 @@ mod plugin {
     }
 
     fn bind(ggml: &Ggml) {
-        if let (None, Some(dir)) = (env::var_os("LIBCLANG_PATH"), &ggml.libclang) {
+        if let (None, Some(dir)) = (given("LIBCLANG_PATH"), &ggml.libclang) {
             // SAFETY: the build script has one thread here.
             unsafe { env::set_var("LIBCLANG_PATH", dir) };
         }
@@ -132,7 +138,7 @@ mod plugin {
     }
 
     fn compiler_headers() -> Option<String> {
-        let compiler = env::var("CC").unwrap_or_else(|_| "cc".into());
+        let compiler = given("CC").unwrap_or_else(|| "cc".into());
         let out = Command::new(compiler).arg("-print-file-name=include").output().ok()?;
         let dir = String::from_utf8(out.stdout).ok()?.trim().to_owned();
         Path::new(&dir).is_dir().then_some(dir)

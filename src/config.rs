@@ -78,8 +78,10 @@ pub struct Config {
 const SWITCH: &[(&str, bool)] = &[("0", false), ("1", true)];
 
 impl Config {
-    /// Reads the variables through `var`; each value that is not known goes to `warn` as a finished sentence.
+    /// Reads the variables through `var`; each value that is not known goes to `warn` as a finished sentence. An empty one counts
+    /// as not set.
     pub fn read(var: impl Fn(&str) -> Option<String>, mut warn: impl FnMut(String)) -> Self {
+        let var = |name: &str| var(name).filter(|value| !value.is_empty());
         let mut switch = |name, default| pick(name, &var, SWITCH, default, &mut warn);
         let disable = switch("GGML_HINA_DISABLE", false);
         let fuse = switch("GGML_HINA_FUSE", true);
@@ -170,6 +172,14 @@ mod tests {
         assert_eq!((config.isa, config.disable), (IsaChoice::Amx, true));
         assert_eq!(config.stats, StatsChoice::File("./s.json".into()));
         assert!(warnings.is_empty());
+    }
+
+    #[test]
+    fn empty_values_are_not_set() {
+        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "STATS", "VERBOSE"]
+            .map(|n| format!("GGML_HINA_{n}"));
+        let vars: Vec<(&str, &str)> = names.iter().map(|n| (n.as_str(), "")).collect();
+        assert_eq!(read(&vars), read(&[]));
     }
 
     #[test]

@@ -139,7 +139,7 @@ impl Options {
 
     fn plugin(&self) -> Result<PathBuf> {
         let beside = || Some(std::env::current_exe().ok()?.with_file_name("libggml_hina.so")).filter(|p| p.exists());
-        let from_env = || std::env::var_os("GGML_BACKEND_PATH").map(PathBuf::from);
+        let from_env = || std::env::var_os("GGML_BACKEND_PATH").filter(|so| !so.is_empty()).map(PathBuf::from);
         match self.plugin.clone().or_else(from_env).or_else(beside) {
             Some(so) => Ok(absolute(&so)),
             None => {
