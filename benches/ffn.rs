@@ -90,9 +90,7 @@ fn main() {
     };
     let threads = std::env::var("BENCH_THREADS").ok().and_then(|t| t.parse().ok()).unwrap_or(2);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool");
-    let ggml = std::env::var_os("LLAMA_BIN")
-        .filter(|bin| !bin.is_empty())
-        .and_then(|bin| Ggml::load(&PathBuf::from(bin), threads));
+    let ggml = common::given("LLAMA_BIN").and_then(|bin| Ggml::load(&PathBuf::from(bin), threads));
     let time = Duration::from_millis(800);
     let mut c = Criterion::default()
         .sample_size(10)

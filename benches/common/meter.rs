@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use ggml_hina::isa::{Amx, Isa};
-use ggml_hina::kernels::amx::tile::{Config, Session};
+use ggml_hina::kernels::amx::tile::{Config, Session, Tiles};
 use ggml_hina::team::{self, Worker};
 
 /// What the threads of a pool reach together.
@@ -49,19 +49,18 @@ impl Ceilings {
             let rate = best(threads * per * LOOPS as f64, &|_| unsafe { f() });
             Peak { by, rate }
         };
-        let on_tiles = |by, per: f64, amx: Amx, f: fn()| {
+        let on_tiles = |by, per: f64, amx: Amx, f: fn(&Tiles<'_>)| {
             let rate = best(threads * per * LOOPS as f64, &|_| {
                 let mut session = Session::begin(amx);
-                session.configure(&Config::new([[16, 64]; 8]));
-                f();
+                f(&session.configure(&Config::new([[16, 64]; 8])));
             });
             Peak { by, rate }
         };
         let (bf16, int8) = match isa {
             Isa::Amx(amx) => (
                 on_tiles("tdpbf16ps", 4.0 * 2.0 * 16.0 * 16.0 * 32.0, amx, tiles_bf16),
-                on_tiles("tdpbssd and scales", 2.0 * 16.0 * 16.0 * 32.0, amx, || {
-                    // SAFETY: AMX goes with AVX-512.
+                on_tiles("tdpbssd and scales", 2.0 * 16.0 * 16.0 * 32.0, amx, |_| {
+                    // SAFETY: the tiles are configured, and AMX goes with AVX-512.
                     unsafe { tiles_scaled() }
                 }),
             ),
@@ -155,19 +154,13 @@ peak!(
     ".endr",
 );
 
-/// Products of tiles into four sums, on a thread that has configured them.
-fn tiles_bf16() {
+/// Products of tiles into four sums.
+fn tiles_bf16(tiles: &Tiles<'_>) {
     for _ in 0..LOOPS {
-        // SAFETY: tile registers only.
-        unsafe {
-            std::arch::asm!(
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                options(nostack, nomem, preserves_flags)
-            );
-        }
+        tiles.dp_bf16::<0, 4, 6>();
+        tiles.dp_bf16::<1, 4, 7>();
+        tiles.dp_bf16::<2, 5, 6>();
+        tiles.dp_bf16::<3, 5, 7>();
     }
 }
 

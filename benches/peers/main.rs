@@ -80,7 +80,7 @@ fn main() {
 }
 
 fn open_ggml(threads: usize) -> Option<Ggml> {
-    let folder = std::env::var_os("LLAMA_BIN").filter(|bin| !bin.is_empty());
+    let folder = common::given("LLAMA_BIN");
     let ggml = folder.as_ref().and_then(|bin| Ggml::load(Path::new(bin), threads));
     if ggml.is_none() {
         println!("ggml is left out: LLAMA_BIN does not name a folder with its libraries");
@@ -89,7 +89,7 @@ fn open_ggml(threads: usize) -> Option<Ggml> {
 }
 
 fn open_onednn() -> Option<OneDnn> {
-    let Some(path) = std::env::var_os("ONEDNN_LIB").filter(|lib| !lib.is_empty()) else {
+    let Some(path) = common::given("ONEDNN_LIB") else {
         println!("oneDNN is left out: ONEDNN_LIB does not name its libdnnl.so");
         return None;
     };

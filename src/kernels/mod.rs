@@ -30,8 +30,8 @@ pub trait Engine: Copy + Send + Sync {
     const ROWS: usize = 32;
 
     /// The most rows of a block where each is multiplied with many tokens: the more, the less often panels come from the cache
-    /// that the cores share.
-    const MANY_TOKENS_ROWS: usize = 96;
+    /// that the cores share. Fewer than blocks have anyway change nothing.
+    const MANY_TOKENS_ROWS: usize = Self::ROWS;
 
     /// The same as [`Engine::ROWS`] where rows need not come in blocks of 32.
     const GROUP: usize = Self::ROWS;

@@ -48,7 +48,7 @@ impl<'a> Blocks<'a> {
     pub fn new<E: Engine>(_: E, w: Weights<'a>, routing: &Routing<'a>, nth: usize) -> Self {
         const { assert!(E::MANY_TOKENS_ROWS <= MOST_ROWS && E::ROWS <= MAX_ROWS) };
         let many = routing.pairs.len() >= MANY_TOKENS * routing.active.len();
-        let most = if many { E::MANY_TOKENS_ROWS } else { MAX_ROWS };
+        let most = if many { MAX_ROWS.max(E::MANY_TOKENS_ROWS) } else { MAX_ROWS };
         let rows = block_rows(&w, w.n * routing.active.len(), nth, (E::ROWS, most));
         Self { w, active: routing.active, rows, per_expert: w.n.div_ceil(rows) }
     }

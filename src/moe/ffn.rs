@@ -337,7 +337,7 @@ impl<E: Engine> Run<'_, E> {
         let FfnParts { down, down_bias, ids, .. } = *self.parts;
         let (active, tokens) = (self.routing.active, ids.n_tokens());
         let step = if active.iter().any(|a| a.lanes() > 0) { E::GROUP } else { 8 };
-        let size = block_rows(&down, down.n, w.nth(), (step, sum_rows(tokens))) / step * step;
+        let size = block_rows(&down, down.n, w.nth(), (step, sum_rows(tokens)));
         let n = |block: usize| size.min(down.n - block * size);
         each(w, down.n.div_ceil(size), |block, next| {
             let (first, n, sums) = (block * size, n(block), self.areas.sums);

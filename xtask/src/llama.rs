@@ -225,7 +225,8 @@ fn write_hints(ui: &Ui, source: &Source) -> Result<()> {
     Ok(())
 }
 
-fn cpuinfo() -> String {
+/// What Linux says of the CPUs.
+pub fn cpuinfo() -> String {
     fs::read_to_string("/proc/cpuinfo").unwrap_or_default()
 }
 

@@ -1,7 +1,13 @@
 //! Where things lie: everything that xtask brings or builds is under `target/`.
 
 use std::env;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+
+/// What the user gives in an environment variable; an empty one counts as not set.
+pub fn given(name: &str) -> Option<OsString> {
+    env::var_os(name).filter(|value| !value.is_empty())
+}
 
 /// The repository's root.
 pub fn root() -> &'static Path {
@@ -25,5 +31,5 @@ pub fn log(name: &str) -> PathBuf {
 
 /// Cargo's own target directory, where the plugin is built.
 pub fn cargo_target() -> PathBuf {
-    env::var_os("CARGO_TARGET_DIR").map_or_else(target, |dir| root().join(dir))
+    given("CARGO_TARGET_DIR").map_or_else(target, |dir| root().join(dir))
 }

@@ -39,7 +39,7 @@ pub struct Source {
 /// # Errors
 /// When the download fails or is not what was pinned, or `LLAMA_CPP_DIR` holds no llama.cpp.
 pub fn pinned_or_own(ui: &Ui) -> Result<Source> {
-    match env::var_os("LLAMA_CPP_DIR").filter(|dir| !dir.is_empty()) {
+    match paths::given("LLAMA_CPP_DIR") {
         Some(dir) => {
             let dir = fs::canonicalize(&dir).with_context(|| format!("LLAMA_CPP_DIR={}", Path::new(&dir).display()))?;
             ensure!(

@@ -1,6 +1,5 @@
 //! What is needed to build, found on the machine or brought into a virtual environment under `target/`.
 
-use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -107,7 +106,7 @@ fn cmake_version(text: &str) -> Option<(u32, u32)> {
 /// # Errors
 /// When the wheel cannot be installed.
 pub fn libclang(ui: &Ui) -> Result<PathBuf> {
-    if let Some(dir) = env::var_os("LIBCLANG_PATH").filter(|dir| !dir.is_empty()) {
+    if let Some(dir) = paths::given("LIBCLANG_PATH") {
         return Ok(dir.into());
     }
     if let Some(dir) = system_libclang() {
@@ -148,7 +147,7 @@ fn has_libclang(dir: &Path) -> bool {
 /// # Errors
 /// When there is none, or no `make`; the message names the package.
 pub fn cxx() -> Result<PathBuf> {
-    let chosen = env::var("CXX").ok().filter(|cxx| !cxx.is_empty());
+    let chosen = paths::given("CXX").and_then(|cxx| cxx.into_string().ok());
     let candidates = chosen.as_deref().map_or_else(|| vec!["c++", "g++", "clang++"], |cxx| vec![cxx]);
     let Some(cxx) = candidates.iter().find(|name| works(name)) else {
         bail!(

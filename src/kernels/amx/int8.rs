@@ -3,7 +3,8 @@
 //! A weight tile is one block of 16 rows: 32 quants each, `stride` bytes apart, 2 bytes into the block. Every block has
 //! scales of its own, so each product starts from zero and C (i32) goes through L1 into 16 vectors of f32, one a row:
 //! `acc[row] += f32(C[row]) * x_scale * w_scale[row]`. That is three vector operations a row, about 1.5 times as long as the
-//! product itself takes; two tiles and two buffers let both run at the same time.
+//! product itself takes; two tiles and two buffers let both run at the same time, but for `tilestored`, during which the vectors wait
+//! (docs/AMX.md).
 //!
 //! The scales of 16 rows are gathered and converted once for up to `CHUNK` blocks and serve all panels.
 

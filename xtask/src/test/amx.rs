@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::seam::{LOGITS, lacking, limit, ops_of, ops_of_claimed_types, tiny, within};
 use super::{Outcome, Step};
-use crate::llama::cpu_flags;
+use crate::llama::{cpu_flags, cpuinfo};
 use crate::logits;
 use crate::model::WeightType;
 use crate::paths;
@@ -40,7 +40,7 @@ const TYPES: [(WeightType, &str); 2] = [(WeightType::Bf16, "tdpbf16ps"), (Weight
 /// Cases of attention whose tiles of query rows go to AMX (27 rows and more): every cache type, mask, sink, ALiBi,
 /// softcap and order of heads, MLA, and head sizes that are no multiple of a tile's. In software they take seconds.
 const ATTENTION: &str = "(hsk=(64|72|128),.*nr23=\\[4,1\\],kv=512,nb=32,|hsk=65,|\
-                         hsk=576,.*nh=1,nr23=\\[20,1\\],kv=512,nb=1,).*\
+                         hsk=576,.*nh=1,nr23=\\[20,1\\],kv=512,nb=3,).*\
                          type_K=(f16|bf16|q8_0),type_V=(f16|bf16|q8_0)";
 
 /// Ends a step early where the vector half of the AMX kernels cannot run: that is not emulated.
@@ -69,7 +69,7 @@ fn on_amx(plugin: &Plugin, program: &str) -> Command {
 
 /// What the emulator counted, for the step's line. A CPU with AMX runs its instructions itself: then nothing is counted.
 fn count(text: &str, instruction: &str) -> Result<String> {
-    if cpu_flags(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()).contains(&"amx_tile") {
+    if cpu_flags(&cpuinfo()).contains(&"amx_tile") {
         return Ok(format!("{instruction} of the CPU"));
     }
     Ok(format!("{} {instruction}", ran(text, instruction)?))

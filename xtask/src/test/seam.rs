@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::{Outcome, Step};
-use crate::llama::cpu_flags;
+use crate::llama::{cpu_flags, cpuinfo};
 use crate::logits::{self, LIMIT};
 use crate::model::{self, ModelArgs, Preset, WeightType};
 use crate::paths;
@@ -53,7 +53,7 @@ pub fn unfit() -> Option<Outcome> {
 
 /// The reason to skip, on a CPU that lacks one of these `flags` of `/proc/cpuinfo`.
 pub fn lacking(flags: &[&str], in_words: &str) -> Option<Outcome> {
-    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let info = cpuinfo();
     let there = cpu_flags(&info);
     let all = flags.iter().all(|feature| there.contains(feature));
     (!all).then(|| Outcome::Skipped(format!("this CPU has no {in_words}")))
