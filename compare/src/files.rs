@@ -23,16 +23,16 @@ pub fn write(path: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
     written.with_context(|| format!("{} cannot be written", path.display()))
 }
 
-/// Makes the folder and proves that it can be written to; `option` is what names another one.
+/// Makes the folder and proves that it can be written to; `otherwise` says what to do if not.
 ///
 /// # Errors
 /// A sentence that names the folder and the way out.
-pub fn writable_dir(dir: &Path, option: &str) -> Result<()> {
+pub fn writable_dir(dir: &Path, otherwise: &str) -> Result<()> {
     let probe = dir.join(format!(".probe.{}", std::process::id()));
     fs::create_dir_all(dir)
         .and_then(|()| fs::write(&probe, b""))
         .and_then(|()| fs::remove_file(&probe))
-        .with_context(|| format!("nothing can be written to {}; name another place with {option}", dir.display()))
+        .with_context(|| format!("nothing can be written to {}; {otherwise}", dir.display()))
 }
 
 #[cfg(test)]

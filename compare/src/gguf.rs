@@ -101,13 +101,16 @@ impl Model {
         let file = File::open(path).with_context(|| format!("the model {} cannot be opened", path.display()))?;
         let meta = file.metadata()?;
         if !meta.is_file() {
-            bail!("the model {} is not a file", path.display());
+            bail!("the model {} is not a file: name a .gguf file", path.display());
         }
         let mut head = Head { input: BufReader::new(file), left: meta.len() };
         let (keys, tensors) = match head.parse(meta.len()) {
             Ok(parsed) => parsed,
             Err(e) if e.kind() == ErrorKind::UnexpectedEof => {
-                bail!("the model {} is cut off: its head goes on after the end of the file", path.display())
+                bail!(
+                    "the model {} is cut off: its head goes on after the end of the file; bring it again",
+                    path.display()
+                )
             }
             Err(e) => bail!("the model {} cannot be used: {e}", path.display()),
         };
@@ -166,7 +169,9 @@ struct Head<R> {
 impl<R: Read + Seek> Head<R> {
     fn parse(&mut self, file_bytes: u64) -> io::Result<(BTreeMap<String, Value>, Vec<Tensor>)> {
         if self.left < 4 || &self.array::<4>()? != b"GGUF" {
-            return Err(bad("it is no GGUF file (the first four bytes are not 'GGUF')"));
+            return Err(bad(
+                "it is no GGUF file (the first four bytes are not 'GGUF'); llama.cpp's convert_hf_to_gguf.py makes one",
+            ));
         }
         let version = self.u32()?;
         if version.swap_bytes() < 1 << 16 {

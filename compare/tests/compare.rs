@@ -107,6 +107,22 @@ fn a_third_program_that_cannot_run_a_test_leaves_a_gap() {
 }
 
 #[test]
+fn a_third_program_without_llama_batched_bench_leaves_a_gap() {
+    let dir = Dir::new("also-batched");
+    dir.model(30);
+    let llama = dir.llama("");
+    let speed = r#"echo '{"pp":8,"tg":2,"pl":2,"n_threads":2,"speed_tg":5.0}'"#;
+    dir.program("bin/llama-batched-bench", &format!("{speed}; {speed}"));
+    dir.program("other/llama-bench", "exit 1");
+    let out = run(&dir, &llama, &format!("{PLUGIN} --tests tg2x2@p8 --rounds 1 --repeats 1 -o out --also ik=other"));
+    let said = text(&out.stderr);
+    assert!(out.status.success(), "{said}");
+    assert!(said.contains("note: ") && said.contains("other/llama-batched-bench is not there"), "{said}");
+    assert!(said.contains("warning: ik cannot run tg2x2@p8"), "{said}");
+    assert!(text(&out.stdout).contains("tg2x2@p8       5.00      5.00  1.00x"), "{}", text(&out.stdout));
+}
+
+#[test]
 fn bad_input_is_one_sentence() {
     let dir = Dir::new("bad");
     dir.model(30);
@@ -135,12 +151,12 @@ fn bad_input_is_one_sentence() {
     dir.program("crash/llama-bench", "case $* in *--list*) echo HiNa;; *) echo bang >&2; kill -SEGV $$;; esac");
     refused(
         &go(&dir.path("crash"), &format!("{PLUGIN} --tests tg2 -o p")),
-        &["crashed (signal 11)", "| bang", "runs left"],
+        &["crashed (signal 11)", "| bang", "runs left", "to see it alone: ", "/crash/llama-bench -m "],
     );
     dir.program("chatty/llama-bench", "case $* in *--list*) echo HiNa;; *) echo hello;; esac");
     refused(
         &go(&dir.path("chatty"), &format!("{PLUGIN} --tests tg2 -o q")),
-        &["no JSON that is known", "llama-bench -m"],
+        &["no JSON that is known", "to see it alone: ", "llama-bench -m"],
     );
     let done = go(&llama, &format!("{PLUGIN} --tests tg2 --rounds 1 -o r"));
     assert!(done.status.success());

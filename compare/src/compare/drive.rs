@@ -85,7 +85,6 @@ fn one(settings: &Settings, step: Step, limits: Limits<'_>) -> Result<Measured, 
     let program = &settings.programs[step.program];
     let args = arguments(settings, step.target, &step.case.args(settings.repeats));
     let tool = step.case.program();
-    let what = || format!("{} {}", program.file(tool).display(), args.join(" "));
     let mut tries = if matches!(step.case, Case::Parallel { .. }) { LOST_LOG_TRIES } else { 1 };
     loop {
         let output = program.run(tool, &args, &settings.wrap, &[], limits)?;
@@ -95,7 +94,7 @@ fn one(settings: &Settings, step: Step, limits: Limits<'_>) -> Result<Measured, 
                 check_backend(program, step.case, &measured, &output.stderr)?;
                 return Ok(measured);
             }
-            Err(why) if tries == 0 => return Err(Failure::Failed(format!("{why}; it was run as: {}", what()))),
+            Err(why) if tries == 0 => return Err(Failure::Failed(why + &program.alone(tool, &args, &settings.wrap))),
             Err(_) => {}
         }
     }

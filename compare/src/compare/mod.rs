@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 pub use case::Case;
-pub use options::Options;
+pub use options::{Options, found_plugin};
 
 use crate::machine::Machine;
 use crate::{files, print};
@@ -31,6 +31,9 @@ use session::Session;
 
 /// What Ctrl-C leaves: 128 + SIGINT.
 const INTERRUPTED: u8 = 130;
+
+/// What to do about a folder that cannot be written to.
+const OTHER_OUT: &str = "name another place with --out";
 
 static INTERRUPT: AtomicBool = AtomicBool::new(false);
 
@@ -52,12 +55,15 @@ pub fn run(options: &Options, command: &str) -> Result<ExitCode> {
             eprintln!("note: {hint}");
         }
     }
-    files::writable_dir(&dir, "--out")?;
+    let other =
+        if options.resume.is_some() { "copy it to a place that is yours and resume it there" } else { OTHER_OUT };
+    files::writable_dir(&dir, other)?;
     options.page.as_deref().map(page::plots_of).transpose()?;
     session.save(&dir)?;
     let end = drive::measure(&mut session, &dir, limits);
     report(&session, &dir, options.page.as_deref())?;
-    let again = format!("hina-compare --resume {}", crate::quoted(&dir.to_string_lossy()));
+    let me = if options.shown_as.is_some() { "cargo xtask compare" } else { "hina-compare" };
+    let again = format!("{me} --resume {}", crate::quoted(&dir.to_string_lossy()));
     let left = session.open().len();
     match end {
         Ok(End::Complete) => return Ok(ExitCode::SUCCESS),

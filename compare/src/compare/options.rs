@@ -11,17 +11,20 @@ use super::session::{Settings, Target};
 
 /// Stock llama.cpp and HiNa side by side: the same model, the same programs, in turn.
 ///
-/// Runs llama-bench and llama-batched-bench of your own llama.cpp without and with HiNa's plugin, one test at a time
-/// (stock, HiNa, HiNa, stock, ...), so that a machine that grows slower or faster meanwhile weighs on both alike. Prints
-/// tokens per second and the ratio with its spread over the rounds, and writes results.json, table.md and plots.
+/// Runs llama-bench and llama-batched-bench of your own llama.cpp without and
+/// with HiNa's plugin, one test at a time (stock, HiNa, HiNa, stock, ...), so that
+/// a machine that grows slower or faster meanwhile weighs on both alike. Prints
+/// tokens per second and the ratio with its spread over the rounds, and writes
+/// results.json, table.md and plots.
 ///
 /// Tests are written as llama-bench names them:
 ///   pp512        a prompt of 512 tokens
 ///   tg32         32 tokens generated one by one
 ///   tg32@d4096   the same with 4096 tokens in the KV cache
-///   tg16x8@p64   16 tokens for each of 8 sequences at once, each after a prompt of 64
+///   tg16x8@p64   16 tokens for each of 8 sequences at once, after prompts of 64
 ///
-/// Exit codes: 0 done, 2 could not run (one sentence says why), 130 stopped by Ctrl-C (what was measured is kept).
+/// Exit codes: 0 done, 2 could not run (one sentence says why), 130 stopped by
+/// Ctrl-C (what was measured is kept).
 #[derive(Clone, Debug, Parser)]
 #[command(name = "hina-compare", version, verbatim_doc_comment, after_help = EXAMPLES)]
 pub struct Options {
@@ -37,10 +40,10 @@ pub struct Options {
     /// This llama.cpp has HiNa linked in (build flag): no plugin, and stock runs with GGML_HINA_DISABLE=1
     #[arg(long)]
     pub linked: bool,
-    /// A third llama-bench to run in the same rounds (as ik_llama.cpp's); may be given again
+    /// A third llama-bench to run in the same rounds (as ik_llama.cpp's); may be given again. A test that it cannot run is a gap
     #[arg(long, value_name = "NAME=DIR")]
     pub also: Vec<String>,
-    /// Tests for models that carry none of their own (default: pp512,tg32,tg32@d4096,tg16x8)
+    /// Tests for models that carry none of their own (default: pp512,pp128,tg32,tg32@d4096,tg16x8)
     #[arg(long, value_name = "TESTS", value_delimiter = ',')]
     pub tests: Vec<Case>,
     /// Threads of every program [default: each program's own]
@@ -86,7 +89,7 @@ Examples:
   hina-compare --llama build/bin -m model.gguf --also ik=~/ik_llama.cpp/build/bin
   hina-compare --resume hina-compare-2026-11-30T0210";
 
-const TESTS: &[&str] = &["pp512", "tg32", "tg32@d4096", "tg16x8"];
+const TESTS: &[&str] = &["pp512", "pp128", "tg32", "tg32@d4096", "tg16x8"];
 const QUICK_TESTS: &[&str] = &["pp128", "tg16", "tg16@d512", "tg8x4@p32"];
 
 /// What `--quick` leaves for a program that is running when the time is up.
@@ -138,10 +141,8 @@ impl Options {
     }
 
     fn plugin(&self) -> Result<PathBuf> {
-        let beside = || Some(std::env::current_exe().ok()?.with_file_name("libggml_hina.so")).filter(|p| p.exists());
-        let from_env = || std::env::var_os("GGML_BACKEND_PATH").filter(|so| !so.is_empty()).map(PathBuf::from);
-        match self.plugin.clone().or_else(from_env).or_else(beside) {
-            Some(so) => Ok(absolute(&so)),
+        match found_plugin(self.plugin.as_deref()) {
+            Some(so) => Ok(so),
             None => {
                 bail!("no plugin: name it with --plugin /path/to/libggml_hina.so (or --linked, if it is linked in)")
             }
@@ -170,6 +171,13 @@ impl Options {
 
 fn parse_all<'a>(tests: impl Iterator<Item = &'a str>) -> Result<Vec<Case>> {
     tests.map(|t| t.parse().map_err(anyhow::Error::msg)).collect()
+}
+
+/// The plugin that is named, else `$GGML_BACKEND_PATH`, else the one beside this program.
+pub fn found_plugin(named: Option<&Path>) -> Option<PathBuf> {
+    let beside = || Some(std::env::current_exe().ok()?.with_file_name("libggml_hina.so")).filter(|p| p.exists());
+    let from_env = || std::env::var_os("GGML_BACKEND_PATH").filter(|so| !so.is_empty()).map(PathBuf::from);
+    named.map(Path::to_owned).or_else(from_env).or_else(beside).map(|so| absolute(&so))
 }
 
 /// So that a resumed run in another folder finds it; `~` is left to the shell.

@@ -32,7 +32,7 @@ pub fn write(session: &Session, file: &Path) -> Result<()> {
 pub fn plots_of(file: &Path) -> Result<(PathBuf, String)> {
     let stem = file.file_stem().context("--page needs the name of a file")?.to_string_lossy().to_lowercase();
     let plots = file.with_file_name(&stem);
-    files::writable_dir(&plots, "--page")?;
+    files::writable_dir(&plots, "name another place with --page")?;
     Ok((plots, stem))
 }
 

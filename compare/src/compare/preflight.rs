@@ -33,21 +33,23 @@ pub fn check(settings: &Settings, limits: Limits<'_>) -> Result<Vec<String>> {
             bail!("{} has no HiNa linked in: leave --linked out and name the plugin", program.dir.display());
         }
     }
-    tools(settings)?;
+    hints.extend(tools(settings)?);
     Ok(hints)
 }
 
-/// Whether every program that the tests need is there.
-fn tools(settings: &Settings) -> Result<()> {
+/// Whether every program that the tests need is there; what another llama.cpp lacks is a gap in its column, and a hint.
+fn tools(settings: &Settings) -> Result<Vec<String>> {
     let cases = || settings.targets.iter().flat_map(|t| &t.cases);
-    let missing = |p: &Program| {
-        let case = cases().find(|c| !p.file(c.program()).exists())?;
-        Some(format!("{} is not there; it measures {case}", p.file(case.program()).display()))
-    };
-    match settings.programs.iter().find_map(missing) {
-        Some(sentence) => bail!(sentence),
-        None => Ok(()),
+    let mut hints = Vec::new();
+    for program in &settings.programs {
+        let Some(case) = cases().find(|c| !program.file(c.program()).exists()) else { continue };
+        let sentence = format!("{} is not there; it measures {case}", program.file(case.program()).display());
+        if program.role != Role::Other {
+            bail!("{sentence}; build it, or choose other --tests");
+        }
+        hints.push(format!("{sentence}: such tests are left out for {}", program.name));
     }
+    Ok(hints)
 }
 
 /// Standard output and error of `llama-bench --list-devices`.
@@ -79,12 +81,14 @@ fn why_not_loaded(log: &str) -> String {
         let l = l.to_ascii_lowercase();
         ["failed", "not supported", "version", "hina:", "error"].iter().any(|w| l.contains(w))
     };
-    let lines: Vec<&str> = log.lines().filter(about).collect();
+    let mut lines: Vec<&str> = log.lines().filter(about).collect();
+    lines.dedup();
     if lines.is_empty() {
         return "; ggml does not say why: was llama.cpp built with GGML_BACKEND_DL=ON? (a build without it loads no plugins)"
             .into();
     }
     tail(&lines.join("\n"))
+        + "\n  what it means and the way out: docs/USING.md, \"When something is wrong\"; most often it is to be built against this llama.cpp"
 }
 
 /// Lets HiNa decode a few tokens and count its nodes. This also brings the model into the page cache.
@@ -133,8 +137,10 @@ mod tests {
     #[test]
     fn ggmls_reason_is_passed_on() {
         let log = "load_backend: loaded CPU backend from /l/libggml-cpu.so\n\
+                   load_backend: failed to load /h.so: invalid ELF header\n\
                    load_backend: failed to load /h.so: invalid ELF header\nother\n";
         let why = why_not_loaded(log);
+        assert_eq!(why.matches("invalid ELF header").count(), 1, "{why}");
         assert!(why.contains("invalid ELF header") && !why.contains("other"), "{why}");
         assert!(why_not_loaded("nothing\n").contains("GGML_BACKEND_DL"));
     }

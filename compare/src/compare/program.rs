@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::quoted;
+
 /// What makes a program HiNa's or not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -114,7 +116,22 @@ impl Program {
         if limits.interrupted.load(Ordering::Relaxed) {
             return Err(Failure::Interrupted);
         }
-        if status.success() { Ok(output) } else { Err(Failure::Failed(crashed(&file, status, &output.stderr))) }
+        if status.success() {
+            Ok(output)
+        } else {
+            Err(Failure::Failed(crashed(&file, status, &output.stderr) + &self.alone(tool, args, wrap)))
+        }
+    }
+
+    /// How to run the same by hand, as one more line of a message.
+    pub fn alone(&self, tool: &str, args: &[String], wrap: &[String]) -> String {
+        let variable = match &self.role {
+            Role::Plugin(so) => format!("GGML_BACKEND_PATH={} ", quoted(&so.to_string_lossy())),
+            Role::Stock | Role::Linked | Role::Other => String::new(),
+        };
+        let file = self.file(tool).to_string_lossy().into_owned();
+        let words: Vec<String> = wrap.iter().chain([&file]).chain(args).map(|word| quoted(word)).collect();
+        format!("\n  to see it alone: {variable}{}", words.join(" "))
     }
 
     /// Only HiNa's column sees the plugin and its settings.
@@ -231,6 +248,7 @@ mod tests {
         assert!(missing.contains("/nonexistent/llama-bench is not there") && missing.contains("--llama"), "{missing}");
         let killed = text(shell("echo bang >&2; kill -SEGV $$", calm()).unwrap_err());
         assert!(killed.contains("signal 11") && killed.contains("| bang"), "{killed}");
+        assert!(killed.ends_with("\n  to see it alone: /bin/sh -c 'echo bang >&2; kill -SEGV $$'"), "{killed}");
         let code = text(shell("exit 3", calm()).unwrap_err());
         assert!(code.contains("exit code 3; it said nothing"), "{code}");
         let wrap = ["no-such-numactl".to_owned()];
