@@ -63,6 +63,29 @@ fn a_plugin_that_does_not_load_stops() {
 }
 
 #[test]
+fn the_command_names_what_was_found() {
+    let dir = Dir::new("doctor-found");
+    dir.program("bin/llama-bench", "echo '  HiNa: made up'");
+    dir.program("bin/llama-server", "exit 1");
+    let so = dir.write("h.so", "x");
+    let looked = |plugin: bool| {
+        let mut command = doctor();
+        command.arg("--llama").arg(dir.path("bin"));
+        if plugin {
+            command.env("GGML_BACKEND_PATH", &so);
+        }
+        command.output().unwrap()
+    };
+    let page = text(&looked(true).stdout);
+    let last = page.lines().last().unwrap();
+    assert!(last.contains("/h.so ") && last.contains("/bin/llama-server -m model.gguf"), "{page}");
+    // A release build may lie beside this program: then that one is looked at.
+    if !std::path::Path::new(env!("CARGO_BIN_EXE_hina-doctor")).with_file_name("libggml_hina.so").exists() {
+        refused(&looked(false), &["no plugin to look at", "--plugin"]);
+    }
+}
+
+#[test]
 fn bad_models_are_one_sentence() {
     let dir = Dir::new("doctor-bad");
     let file = dir.write("notes.txt", "not a model at all");

@@ -11,7 +11,7 @@ use crate::run::{Job, Ui};
 use crate::source::cargo;
 
 /// File name of the plugin.
-const FILE: &str = "libggml_hina.so";
+pub const FILE: &str = "libggml_hina.so";
 /// What names it to llama.cpp.
 const LOAD: &str = "GGML_BACKEND_PATH";
 

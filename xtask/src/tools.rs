@@ -30,6 +30,9 @@ const MODELS: &[(Preset, WeightType, &str)] = &[
     (Preset::Mixtral, WeightType::Bf16, "pp512,tg32"),
 ];
 
+/// Options that only print.
+const HELP: &[&str] = &["-h", "--help", "-V", "--version"];
+
 impl ToolArgs {
     fn has(&self, names: &[&str]) -> bool {
         let is =
@@ -48,7 +51,7 @@ fn starts_with(arg: &OsStr, start: &str) -> bool {
 /// When a step fails.
 pub fn compare(ui: &Ui, args: &ToolArgs) -> Result<()> {
     let mut command = built(ui, "hina-compare")?;
-    if !args.has(&["--resume", "-h", "--help", "-V", "--version"]) {
+    if !args.has(&["--resume"]) && !args.has(HELP) {
         if !args.has(&["--llama"]) {
             command.arg("--llama").arg(&llama::plugins(ui)?.bin);
         }
@@ -64,6 +67,8 @@ pub fn compare(ui: &Ui, args: &ToolArgs) -> Result<()> {
                 command.arg("-m").arg(model);
             }
         }
+    }
+    if !args.has(HELP) {
         let words = args.rest.iter().map(|w| w.to_string_lossy());
         let shown: Vec<_> = ["cargo xtask compare".into()].into_iter().chain(words).collect();
         command.arg("--shown-as").arg(shown.join(" "));
@@ -71,12 +76,18 @@ pub fn compare(ui: &Ui, args: &ToolArgs) -> Result<()> {
     become_it(command.args(&args.rest))
 }
 
-/// Builds `hina-doctor` and becomes it.
+/// Builds `hina-doctor` and becomes it. It looks at the llama.cpp of `target/` too, where that and the plugin are built already.
 ///
 /// # Errors
 /// When the build fails.
 pub fn doctor(ui: &Ui, args: &ToolArgs) -> Result<()> {
-    become_it(built(ui, "hina-doctor")?.args(&args.rest))
+    let mut command = built(ui, "hina-doctor")?;
+    let llama = paths::target().join("llama/bin");
+    let plugin = paths::cargo_target().join("release").join(plugin::FILE);
+    if !args.has(&["--llama", "--plugin"]) && !args.has(HELP) && llama.join("llama-bench").exists() && plugin.exists() {
+        command.arg("--llama").arg(llama).arg("--plugin").arg(plugin);
+    }
+    become_it(command.args(&args.rest))
 }
 
 fn built(ui: &Ui, program: &str) -> Result<Command> {

@@ -141,6 +141,7 @@ fn of_model(facts: &Facts, model: &ModelFacts) -> Vec<Finding> {
             "use a GGUF file whose experts are of a type that is claimed (see the table)",
         ));
     }
+    all.extend(repacked(facts, model));
     if model.bytes > facts.machine.memory {
         let what =
             format!("the model ({}) is larger than the memory ({})", bytes(model.bytes), bytes(facts.machine.memory));
@@ -156,6 +157,19 @@ fn of_model(facts: &Facts, model: &ModelFacts) -> Vec<Finding> {
     }
     all.extend(placement(facts, &model.pages));
     all
+}
+
+/// What llama.cpp copies into a layout of its own at load is then not HiNa's, though its type is.
+fn repacked(facts: &Facts, model: &ModelFacts) -> Option<Finding> {
+    let plain = |g: &&Group| g.part == "other products" && g.kind == "q8_0";
+    let size = model.groups.iter().filter(plain).map(|g| g.bytes).sum::<u64>();
+    let what = format!(
+        "a llama.cpp built with AMX copies {} of q8_0 (no experts) at load and multiplies it itself",
+        bytes(size)
+    );
+    let fix =
+        "with --no-repack (llama-bench: --repack 0) HiNa does that too; hina-compare --extra tells which is faster";
+    (facts.amx_in_cpu && size > 0).then(|| Finding::new(Level::Note, what, fix))
 }
 
 /// On several nodes the pages should be spread: else one node's memory feeds all cores.
@@ -179,12 +193,13 @@ pub fn threads(facts: &Facts) -> usize {
 }
 
 /// The command line to run.
-pub fn command(facts: &Facts, model: Option<&str>, plugin: Option<&str>) -> String {
+pub fn command(facts: &Facts, server: Option<&str>, model: Option<&str>, plugin: Option<&str>) -> String {
+    let server = quoted(server.unwrap_or("llama-server"));
     let plugin = quoted(plugin.unwrap_or("/path/to/libggml_hina.so"));
     let many = facts.nodes.iter().filter(|n| n.memory > 0).count() > 1;
     let (front, numa) = if many { ("numactl --interleave=all ", " --numa distribute") } else { ("", "") };
     let model = quoted(model.unwrap_or("model.gguf"));
-    format!("GGML_BACKEND_PATH={plugin} {front}llama-server -m {model} -t {}{numa}", threads(facts))
+    format!("GGML_BACKEND_PATH={plugin} {front}{server} -m {model} -t {}{numa}", threads(facts))
 }
 
 #[cfg(test)]
@@ -264,6 +279,19 @@ mod tests {
     }
 
     #[test]
+    fn what_llama_cpp_repacks_is_a_note() {
+        let mut model = moe(None);
+        model.groups[2].left = None;
+        model.groups[2].kind = "q8_0".into();
+        let found = findings(&good(), Some(&model));
+        assert!(
+            found.len() == 1 && found[0].level == Level::Note && found[0].what.contains("1.0 GiB of q8_0"),
+            "{found:?}"
+        );
+        assert_eq!(findings(&Facts { amx_in_cpu: false, ..good() }, Some(&model)), []);
+    }
+
+    #[test]
     fn pages_on_one_node_of_two() {
         let mut model = moe(None);
         model.pages = Pages { bytes: 100, cached: 100, by_node: vec![(0, 0.9), (1, 0.1)], unknown: None };
@@ -277,9 +305,9 @@ mod tests {
 
     #[test]
     fn command_lines() {
-        let one = command(&good(), Some("my model.gguf"), Some("/h.so"));
-        assert_eq!(one, "GGML_BACKEND_PATH=/h.so llama-server -m 'my model.gguf' -t 8");
-        let two = command(&two_nodes(), None, None);
+        let one = command(&good(), Some("/b/llama-server"), Some("my model.gguf"), Some("/h.so"));
+        assert_eq!(one, "GGML_BACKEND_PATH=/h.so /b/llama-server -m 'my model.gguf' -t 8");
+        let two = command(&two_nodes(), None, None, None);
         assert!(two.contains("numactl --interleave=all llama-server -m model.gguf -t 8 --numa distribute"), "{two}");
         assert_eq!(threads(&Facts { quota: Some(0.5), ..good() }), 1);
     }

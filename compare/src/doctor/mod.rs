@@ -9,11 +9,11 @@ mod weights;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Parser;
 use serde::Serialize;
 
-use crate::compare::check_plugin;
+use crate::compare::{check_plugin, found_plugin};
 use crate::gguf::Model;
 use crate::{CANNOT_RUN, print};
 use advice::{Finding, Level, ModelFacts};
@@ -24,7 +24,7 @@ use pages::Pages;
 ///
 /// Shows the CPU's matrix units and whether the kernel grants them, NUMA nodes and where the model's pages lie in the page
 /// cache, what of the model HiNa claims and what it leaves to llama.cpp's CPU backend and why. Reads the head of the model
-/// file alone, changes nothing, and needs no llama.cpp; with --llama and --plugin it also sees whether the plugin loads.
+/// file alone, changes nothing, and needs no llama.cpp; with --llama it also sees whether the plugin loads in it.
 ///
 /// Exit codes: 0 all is well, 1 something costs speed (it is named), 2 HiNa cannot run (one sentence says why).
 #[derive(Clone, Debug, Parser)]
@@ -34,9 +34,9 @@ pub struct Options {
     #[arg(short, long, value_name = "FILE")]
     pub model: Option<PathBuf>,
     /// The folder with llama-bench: does the plugin load in it?
-    #[arg(long, value_name = "DIR", requires = "plugin")]
+    #[arg(long, value_name = "DIR")]
     pub llama: Option<PathBuf>,
-    /// HiNa's plugin, libggml_hina.so
+    /// HiNa's plugin; without it: $GGML_BACKEND_PATH, or libggml_hina.so beside this program
     #[arg(long, value_name = "SO")]
     pub plugin: Option<PathBuf>,
     /// Print one JSON object
@@ -62,13 +62,19 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     let machine = Facts::this();
     let model = options.model.as_deref().map(look).transpose()?;
     let mut findings = advice::findings(&machine, model.as_ref());
-    if let (Some(llama), Some(plugin)) = (&options.llama, &options.plugin)
-        && let Err(e) = check_plugin(llama, plugin)
-    {
-        findings.insert(0, Finding::new(Level::Stop, format!("{e:#}"), ""));
+    let plugin = found_plugin(options.plugin.as_deref());
+    if let Some(llama) = &options.llama {
+        let Some(plugin) = &plugin else {
+            bail!("no plugin to look at: name it with --plugin /path/to/libggml_hina.so")
+        };
+        if let Err(e) = check_plugin(llama, plugin) {
+            findings.insert(0, Finding::new(Level::Stop, format!("{e:#}"), ""));
+        }
     }
     let text = |path: &Option<PathBuf>| path.as_ref().map(|p| p.to_string_lossy().into_owned());
-    let command = advice::command(&machine, text(&options.model).as_deref(), text(&options.plugin).as_deref());
+    let server = options.llama.as_ref().map(|dir| dir.join("llama-server")).filter(|file| file.exists());
+    let command =
+        advice::command(&machine, text(&server).as_deref(), text(&options.model).as_deref(), text(&plugin).as_deref());
     let report = Report { threads: advice::threads(&machine), machine, model, findings, command };
     let colour = console::colors_enabled() && console::Term::stdout().is_term();
     match options.json {
