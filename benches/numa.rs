@@ -1,8 +1,8 @@
 //! What following the pages costs where it wins nothing: one expert product on one node, plainly and by the segments of a
 //! made-up machine of two nodes.
 //!
-//! `cargo bench --no-default-features --bench numa`. Both run in turn, because a shared machine drifts, and the median of the
-//! ratios counts: below 1.03 up to 32 tokens is the aim.
+//! `cargo bench --no-default-features --bench numa`, or with part of a name: `-- numa/30B-gate/q8_0`. Both run in turn, because a
+//! shared machine drifts, and the median of the ratios counts: below 1.03 up to 32 tokens is the aim.
 
 use std::time::Instant;
 
@@ -51,6 +51,12 @@ fn f32_nb(ne: [usize; 4]) -> [usize; 4] {
 }
 
 fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    // `cargo test --benches` only wants to see that it builds.
+    if args.iter().any(|a| a == "--test") {
+        return;
+    }
+    let patterns: Vec<&String> = args.iter().filter(|a| !a.starts_with("--")).collect();
     let Some(isa) = Isa::best() else {
         println!("skipped: this CPU has no AVX2");
         return;
@@ -58,12 +64,17 @@ fn main() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build().expect("a thread pool");
     // Gate and down of Qwen3-30B-A3B, and of Qwen3-235B-A22B with fewer experts.
     for (name, k, n, experts) in [
-        ("30B gate", 2048, 768, 128),
-        ("30B down", 768, 2048, 128),
-        ("235B gate", 4096, 1536, 32),
-        ("235B down", 1536, 4096, 32),
+        ("30B-gate", 2048, 768, 128),
+        ("30B-down", 768, 2048, 128),
+        ("235B-gate", 4096, 1536, 32),
+        ("235B-down", 1536, 4096, 32),
     ] {
         for dtype in [DType::Bf16, DType::Q8_0] {
+            // `cargo bench -- peers` runs this program too.
+            let path = format!("numa/{name}/{dtype:?}").to_lowercase();
+            if !patterns.is_empty() && !patterns.iter().any(|p| path.contains(&p.to_lowercase())) {
+                continue;
+            }
             let memory = Memory::new(dtype.row_bytes(k) * n * experts + 64);
             // As a GGUF's tensor: aligned to 32 bytes.
             let w = Weights::contiguous(dtype, &memory.bytes()[32..], [k, n, experts]);
