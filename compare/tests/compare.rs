@@ -165,6 +165,20 @@ fn bad_input_is_one_sentence() {
 }
 
 #[test]
+fn what_cannot_be_written_at_the_end_can_be_written_later() {
+    let dir = Dir::new("late");
+    dir.model(30);
+    // While it runs, a folder takes the place of a plot.
+    let llama = dir.llama("mkdir -p out/ratios.png");
+    let out = run(&dir, &llama, &format!("{PLUGIN} --tests tg2 --rounds 1 -o out"));
+    refused(&out, &["ratios.png cannot be written", "what was measured is kept", "hina-compare --resume out"]);
+    fs::remove_dir(dir.path("out/ratios.png")).unwrap();
+    let ran = dir.runs();
+    assert!(compare().current_dir(&dir.0).args(["--resume", "out"]).output().unwrap().status.success());
+    assert_eq!((dir.runs(), results(&dir.path("out")).len()), (ran, 4));
+}
+
+#[test]
 fn a_reader_that_goes_away_is_no_error() {
     let dir = Dir::new("pipe");
     dir.model(30);

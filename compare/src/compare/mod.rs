@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 pub use case::Case;
 pub use options::{Options, found_plugin};
@@ -61,9 +61,10 @@ pub fn run(options: &Options, command: &str) -> Result<ExitCode> {
     options.page.as_deref().map(page::plots_of).transpose()?;
     session.save(&dir)?;
     let end = drive::measure(&mut session, &dir, limits);
-    report(&session, &dir, options.page.as_deref())?;
     let me = if options.shown_as.is_some() { "cargo xtask compare" } else { "hina-compare" };
     let again = format!("{me} --resume {}", crate::quoted(&dir.to_string_lossy()));
+    report(&session, &dir, options.page.as_deref())
+        .with_context(|| format!("what was measured is kept; make room and write it out by {again}"))?;
     let left = session.open().len();
     match end {
         Ok(End::Complete) => return Ok(ExitCode::SUCCESS),
