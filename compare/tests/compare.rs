@@ -107,6 +107,18 @@ fn a_third_program_that_cannot_run_a_test_leaves_a_gap() {
 }
 
 #[test]
+fn a_third_program_without_depth_is_asked_in_its_own_words() {
+    let dir = Dir::new("also-gp");
+    dir.model(30);
+    let llama = dir.llama("");
+    let answer = r#"{"n_prompt":16,"n_gen":4,"test":"tg4@pp16","samples_ts":[200.0]}"#;
+    dir.program("other/llama-bench", &format!("case $* in *-gp\\ 16,4*) echo '[{answer}]';; *) exit 1;; esac"));
+    let out = run(&dir, &llama, &format!("{PLUGIN} --tests tg4@d16 --rounds 1 -o out --also ik=other"));
+    assert!(out.status.success() && !text(&out.stderr).contains("warning"), "{}", text(&out.stderr));
+    assert!(text(&out.stdout).contains("200  2.00x"), "{}", text(&out.stdout));
+}
+
+#[test]
 fn a_third_program_without_llama_batched_bench_leaves_a_gap() {
     let dir = Dir::new("also-batched");
     dir.model(30);

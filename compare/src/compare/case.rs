@@ -66,6 +66,14 @@ impl Case {
         args
     }
 
+    /// The same test for a llama-bench that knows no depth but a prompt before it generates, which it does not time
+    /// (ik_llama.cpp's `-gp`); none where there is no other way.
+    pub fn args_without_depth(self, repeats: u32) -> Option<Vec<String>> {
+        let Self::Generate { tokens, depth: depth @ 1.. } = self else { return None };
+        let args = format!("-p 0 -n 0 -gp {depth},{tokens} -r {repeats} -o json");
+        Some(args.split(' ').map(str::to_owned).collect())
+    }
+
     /// Tokens in the cache before generation begins; none for a case that is no single-sequence generation.
     pub fn generation_depth(self) -> Option<u32> {
         match self {
@@ -172,6 +180,9 @@ mod tests {
         let args = |t: &str| t.parse::<Case>().unwrap().args(2).join(" ");
         assert_eq!(args("pp512"), "-p 512 -n 0 -r 2 -o json");
         assert_eq!(args("tg32@d4096"), "-p 0 -n 32 -d 4096 -r 2 -o json");
+        let other = |t: &str| t.parse::<Case>().unwrap().args_without_depth(2).map(|args| args.join(" "));
+        assert_eq!(other("tg32@d4096").as_deref(), Some("-p 0 -n 0 -gp 4096,32 -r 2 -o json"));
+        assert_eq!([other("tg32"), other("pp32@d64"), other("tg16x8")], [None, None, None]);
         assert_eq!(args("tg16x8@p64"), "-npp 64 -ntg 16 -npl 8,8,8 -c 640 --output-format jsonl");
     }
 }

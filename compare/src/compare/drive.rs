@@ -80,10 +80,26 @@ fn keep(session: &mut Session, step: Step, measured: Measured, time: Duration) {
     session.runs.push(Run { target, round, case, program, tokens_per_second: measured.samples, seconds });
 }
 
-/// One run, checked: its output is known, and HiNa computed where it should and only there.
+/// One run, in the words of llama.cpp, or where another program does not know these, in its own.
 fn one(settings: &Settings, step: Step, limits: Limits<'_>) -> Result<Measured, Failure> {
+    let first = checked(settings, step, &step.case.args(settings.repeats), limits);
+    let other = step.case.args_without_depth(settings.repeats);
+    match (&first, other) {
+        (Err(Failure::Failed(_)), Some(args)) if settings.programs[step.program].role == Role::Other => {
+            // Where that fails too, the first message is the one that says something.
+            checked(settings, step, &args, limits).or_else(|second| match second {
+                Failure::Failed(_) => first,
+                stop => Err(stop),
+            })
+        }
+        _ => first,
+    }
+}
+
+/// One run, checked: its output is known, and HiNa computed where it should and only there.
+fn checked(settings: &Settings, step: Step, own: &[String], limits: Limits<'_>) -> Result<Measured, Failure> {
     let program = &settings.programs[step.program];
-    let args = arguments(settings, step.target, &step.case.args(settings.repeats));
+    let args = arguments(settings, step.target, own);
     let tool = step.case.program();
     let mut tries = if matches!(step.case, Case::Parallel { .. }) { LOST_LOG_TRIES } else { 1 };
     loop {

@@ -19,8 +19,21 @@ struct Bench {
     n_gen: u32,
     #[serde(default)]
     n_depth: u32,
+    /// Only ik_llama.cpp's: `tg16@pp512` is 16 tokens generated after a prompt of 512.
+    #[serde(default)]
+    test: String,
     #[serde(default)]
     samples_ts: Vec<f64>,
+}
+
+impl Bench {
+    /// Tokens of the prompt, generated, and in the cache before them.
+    fn measured(&self) -> (u32, u32, u32) {
+        match self.test == format!("tg{}@pp{}", self.n_gen, self.n_prompt) {
+            true => (0, self.n_gen, self.n_prompt),
+            false => (self.n_prompt, self.n_gen, self.n_depth),
+        }
+    }
 }
 
 /// A line of `llama-batched-bench --output-format jsonl`.
@@ -67,7 +80,7 @@ pub fn output(case: Case, stdout: &str) -> Result<Measured, String> {
 fn bench(stdout: &str, want: (u32, u32, u32)) -> Result<Measured, String> {
     let records: Vec<Bench> =
         serde_json::from_str(stdout.trim()).map_err(|e| format!("llama-bench printed no JSON that is known ({e})"))?;
-    let found = records.into_iter().find(|r| (r.n_prompt, r.n_gen, r.n_depth) == want);
+    let found = records.into_iter().find(|r| r.measured() == want);
     let found = found.ok_or("llama-bench left the test out")?;
     Ok(Measured {
         samples: found.samples_ts,
@@ -127,6 +140,13 @@ mod tests {
     fn a_llama_bench_that_knows_no_depth() {
         let old = r#"[{"build_commit":"a","n_prompt":512,"n_gen":0,"avg_ts":1.0,"samples_ts":[10.5]}]"#;
         assert_eq!(output(case("pp512"), old).unwrap().samples, [10.5]);
+        // As ik_llama.cpp's prints it for -gp 512,16.
+        let after =
+            r#"[{"n_prompt":512,"n_gen":16,"avg_ts":4273.9,"test":"tg16@pp512","samples_ts":[6207.75,2340.17]}]"#;
+        assert_eq!(output(case("tg16@d512"), after).unwrap().samples, [6207.75, 2340.17]);
+        // A prompt and generation timed together are neither.
+        let both = after.replace("tg16@pp512", "pp512+tg16");
+        assert!(output(case("tg16@d512"), &both).is_err() && output(case("pp512"), &both).is_err());
     }
 
     #[test]
