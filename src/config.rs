@@ -3,7 +3,7 @@
 //! | variable | values | meaning |
 //! |---|---|---|
 //! | `GGML_HINA_DISABLE` | `0`, `1` | `1`: offer no device |
-//! | `GGML_HINA_ISA` | `auto`, `amx`, `avx512`, `avx2` | which engine runs; `auto` takes the best that works |
+//! | `GGML_HINA_ISA` | `auto`, `amx`, `amx-fp16`, `avx512`, `avx2` | which engine runs; `auto` takes the best that works |
 //! | `GGML_HINA_FUSE` | `1`, `0` | `0`: run every claimed node by itself |
 //! | `GGML_HINA_PREFILL` | `gpu`, `cpu` | with a GPU present, who runs large batches over weights in host memory |
 //! | `GGML_HINA_NUMA` | `auto`, `off`, `pin` | who computes on which node's pages |
@@ -26,6 +26,8 @@ pub enum IsaChoice {
     Auto,
     /// AMX or nothing.
     Amx,
+    /// AMX, and its F16 products where they work though CPUID does not show them.
+    AmxFp16,
     /// AVX-512 even where AMX works.
     Avx512,
     /// AVX2 even where AVX-512 works.
@@ -89,6 +91,7 @@ impl Config {
         let isa = [
             ("auto", IsaChoice::Auto),
             ("amx", IsaChoice::Amx),
+            ("amx-fp16", IsaChoice::AmxFp16),
             ("avx512", IsaChoice::Avx512),
             ("avx2", IsaChoice::Avx2),
         ];
@@ -191,6 +194,6 @@ mod tests {
         assert_eq!(config, read(&[]).0);
         assert_eq!(warnings.len(), names.len());
         let isa = warnings.iter().find(|w| w.contains("_ISA")).unwrap();
-        assert!(isa.contains("maybe") && isa.contains("auto, amx, avx512, avx2"), "{isa}");
+        assert!(isa.contains("maybe") && isa.contains("auto, amx, amx-fp16, avx512, avx2"), "{isa}");
     }
 }

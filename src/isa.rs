@@ -42,7 +42,12 @@ impl Avx2 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Amx {
     avx512: Avx512,
+    fp16: Option<AmxFp16>,
 }
+
+/// Proof that tiles multiply F16 here too (`tdpfp16ps`: Granite Rapids and later).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AmxFp16(());
 
 /// Why AMX is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +94,7 @@ impl Amx {
         }
         request_permission()?;
         let avx512 = Avx512::detect().ok_or(AmxRefused::NoAvx512)?;
-        Ok(Self { avx512 })
+        Ok(Self { avx512, fp16: (emulated() || fp16_in_cpuid()).then_some(AmxFp16(())) })
     }
 
     /// The token where an AMX emulator that is linked into this program has been installed. [`Amx::detect`] does not find
@@ -100,12 +105,32 @@ impl Amx {
     // SAFETY: contract above.
     #[doc(hidden)]
     pub unsafe fn assume_emulated() -> Result<Self, AmxRefused> {
-        Avx512::detect().map(|avx512| Self { avx512 }).ok_or(AmxRefused::NoAvx512)
+        let avx512 = Avx512::detect().ok_or(AmxRefused::NoAvx512)?;
+        Ok(Self { avx512, fp16: Some(AmxFp16(())) })
     }
 
     /// The AVX-512 this CPU also has.
     pub fn avx512(self) -> Avx512 {
         self.avx512
+    }
+
+    /// AMX-FP16, where CPUID shows it or somebody has shown that it works.
+    pub fn fp16(self) -> Option<AmxFp16> {
+        self.fp16
+    }
+
+    /// The same without AMX-FP16, as Sapphire Rapids and Emerald Rapids have it.
+    pub fn without_fp16(self) -> Self {
+        Self { fp16: None, ..self }
+    }
+
+    /// The same with AMX-FP16, whatever CPUID says: hypervisors hide the bit.
+    ///
+    /// # Safety
+    /// `tdpfp16ps` works on every thread of this process.
+    // SAFETY: contract above.
+    pub unsafe fn with_fp16(self) -> Self {
+        Self { fp16: Some(AmxFp16(())), ..self }
     }
 }
 
@@ -130,6 +155,12 @@ fn in_cpuid() -> bool {
     let edx = __cpuid_count(7, 0).edx;
     let want = (1 << 22) | (1 << 24) | (1 << 25);
     edx & want == want
+}
+
+/// CPUID leaf 7, subleaf 1, EAX bit 21: amx-fp16 (SDM vol. 2A, CPUID).
+fn fp16_in_cpuid() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).eax >= 1 && __cpuid_count(7, 1).eax & (1 << 21) != 0
 }
 
 /// XCR0 bits 17 (XTILECFG) and 18 (XTILEDATA).
@@ -217,6 +248,7 @@ impl Isa {
 impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Amx(amx) if amx.fp16.is_some() => "AMX-BF16 AMX-INT8 AMX-FP16",
             Self::Amx(_) => "AMX-BF16 AMX-INT8",
             Self::Avx512(_) => "AVX512-BF16 AVX512-VNNI",
             Self::Avx2(_) => "AVX2 FMA",

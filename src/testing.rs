@@ -6,12 +6,13 @@ use std::sync::Once;
 use half::{bf16, f16};
 
 use crate::isa::{Amx, Avx2};
+use crate::kernels::amx::trial::with_fp16_if_it_works;
 use crate::tensor::{DType, QK8_0};
 
-/// AMX: the CPU's where it has it, else the emulator's. Says so where there is neither.
+/// AMX: the CPU's where it has it, else the emulator's. With F16 where that works. Says so where there is neither.
 pub fn amx() -> Option<Amx> {
     let amx = match amx_emu::install() {
-        Ok(amx_emu::Mode::Native) => Amx::detect(),
+        Ok(amx_emu::Mode::Native) => Amx::detect().map(with_fp16_if_it_works),
         // SAFETY: the emulator was installed just now, for all threads and for good.
         Ok(amx_emu::Mode::Emulated) => unsafe { Amx::assume_emulated() },
         Err(e) => {
@@ -20,6 +21,14 @@ pub fn amx() -> Option<Amx> {
         }
     };
     amx.inspect_err(|e| println!("skipped: {e}")).ok()
+}
+
+/// AMX as [`amx`] finds it, and where it multiplies F16 also as CPUs have it that do not.
+pub fn amx_kinds() -> Vec<Amx> {
+    let Some(amx) = amx() else { return Vec::new() };
+    let mut kinds = vec![amx.without_fp16()];
+    kinds.extend(amx.fp16().map(|_| amx));
+    kinds
 }
 
 /// AVX2 where this CPU has it. Says once where it has not.

@@ -18,8 +18,8 @@ use crate::kernels::amx::attention::takes;
 use crate::kernels::attention::Attend;
 use crate::team::Worker;
 use crate::tensor::{DType, View, ViewMut};
-use plan::Plan;
-use tile::Tile;
+use plan::{MAX_CHUNKS, Plan};
+use tile::{Item, Tile};
 
 /// The operands of ggml's FLASH_ATTN_EXT: `dst = softmax(scale * q k^T + slope * mask) v` for each head.
 ///
@@ -89,7 +89,7 @@ impl<'a> FlashAttn<'a> {
         unsafe {
             match isa {
                 Isa::Amx(amx) => {
-                    let tiled = takes(self.plan.tile_rows, self.params.k.dtype, self.params.v.dtype);
+                    let tiled = takes(amx, self.plan.tile_rows, self.params.k.dtype, self.params.v.dtype);
                     self.run_on(amx.avx512(), tiled.then_some(amx), w, scratch);
                 }
                 Isa::Avx512(avx512) => self.run_on(avx512, None, w, scratch),
@@ -112,7 +112,7 @@ impl<'a> FlashAttn<'a> {
         while let Some(this) = item {
             item = items.next();
             // SAFETY: each item is done by one worker, and owns its partial results or its rows of `dst`.
-            unsafe { tile.chunk(this, item, scratch.cast()) };
+            unsafe { tile.item(this, item.clone(), scratch.cast()) };
         }
         drop(tile);
         w.barrier();
@@ -137,11 +137,17 @@ impl<'a> FlashAttn<'a> {
         // SAFETY: a slot's maximum and sum lie behind its values.
         let max_sum = |chunk| unsafe { (*slot(chunk).add(plan.dv_padded()), *slot(chunk).add(plan.dv_padded() + 1)) };
         let max = (0..plan.chunks).map(|c| max_sum(c).0).fold(self.sink(place.head), f32::max);
-        let factor = |chunk| weight(max_sum(chunk).0, max);
-        let sum: f32 = (0..plan.chunks).map(|c| max_sum(c).1 * factor(c)).sum();
-        let sum = sum + weight(self.sink(place.head), max);
+        let mut factors = [0.0; MAX_CHUNKS];
+        let mut sum = 0.0;
+        for (c, factor) in factors[..plan.chunks].iter_mut().enumerate() {
+            let (top, weights) = max_sum(c);
+            *factor = weight(top, max);
+            sum += weights * *factor;
+        }
+        sum += weight(self.sink(place.head), max);
         let inverse = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-        let parts = (0..plan.chunks).map(|c| (slot(c), factor(c) * inverse));
+        let factors = &factors[..plan.chunks];
+        let parts = factors.iter().enumerate().map(|(c, factor)| (slot(c), factor * inverse));
         let to = self.params.dst.row(place.head, place.query, place.stream);
         // SAFETY: the slots are padded and aligned, the row of `dst` has `dv` elements.
         unsafe { isa.merge(parts, plan.dv, to) };
@@ -152,36 +158,41 @@ impl<'a> FlashAttn<'a> {
     }
 }
 
-/// A worker's work: tiles and chunks, as threads become free.
+/// A worker's work, as threads become free.
 ///
-/// The tiles of a chunk come one after the other, because the rows of all KV heads of a position often lie together:
-/// what the hardware fetches too much for one head, the next one wants. Who does what does not change any result.
+/// The tiles of a chunk come one after the other, and as many as leave work for all threads together: the rows of all KV heads
+/// of a position often lie side by side. Who does what does not change any result.
 struct Items<'a> {
     plan: &'a Plan,
     w: &'a Worker<'a>,
-    /// How many are taken at a time.
-    run: usize,
-    left: std::ops::Range<usize>,
+    /// Tiles that are taken together, the last ones of a stream fewer.
+    bundle: usize,
 }
 
 impl<'a> Items<'a> {
     fn new(plan: &'a Plan, w: &'a Worker<'a>) -> Self {
-        let run = if plan.items() / plan.groups >= 4 * w.nth() { plan.groups } else { 1 };
-        Self { plan, w, run, left: 0..0 }
+        let mut bundle = plan.bundle;
+        while bundle > 1 && plan.streams * plan.groups.div_ceil(bundle) * plan.chunks < 2 * w.nth() {
+            bundle = bundle.div_ceil(2);
+        }
+        Self { plan, w, bundle }
     }
 }
 
 impl Iterator for Items<'_> {
-    type Item = [usize; 2];
+    type Item = Item;
 
-    fn next(&mut self) -> Option<[usize; 2]> {
-        if self.left.is_empty() {
-            let first = self.w.next() * self.run;
-            self.left = first..(first + self.run).min(self.plan.items());
-        }
-        let item = self.left.next()?;
+    fn next(&mut self) -> Option<Item> {
+        let i = self.w.next();
         let tiles = self.plan.items() / self.plan.chunks;
-        Some([item % tiles, item / tiles])
+        if self.bundle == 1 {
+            return (i < self.plan.items()).then(|| Item { tiles: i % tiles..i % tiles + 1, chunk: i / tiles });
+        }
+        let (groups, bundles) = (self.plan.groups, self.plan.groups.div_ceil(self.bundle));
+        let (chunk, stream, first) =
+            (i / bundles / self.plan.streams, i / bundles % self.plan.streams, i % bundles * self.bundle);
+        let tile = stream * groups + first;
+        (chunk < self.plan.chunks).then(|| Item { tiles: tile..tile + self.bundle.min(groups - first), chunk })
     }
 }
 

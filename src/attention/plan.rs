@@ -1,9 +1,9 @@
 //! How an attention operation is cut, and where its scratch lies. Everything here follows from the shapes alone.
 
 use super::{Params, dense, is_mask};
-use crate::kernels::amx::attention::{BLOCK, TileAttention};
+use crate::kernels::amx::attention::{BLOCK, Room, TileAttention};
 use crate::kernels::attention::{LANES, State, block_len};
-use crate::tensor::DType;
+use crate::tensor::{DType, View};
 
 /// Largest head size of K and of V.
 const MAX_D: usize = 1024;
@@ -11,12 +11,16 @@ const MAX_D: usize = 1024;
 const TILE_ROWS: usize = 64;
 /// Most query rows of a tile: a group of this many heads (MLA) still reads the cache once.
 pub const MAX_TILE_ROWS: usize = 128;
-/// Most panels of a tile: full ones, and two for the rest.
-pub const MAX_PANELS: usize = MAX_TILE_ROWS / LANES + 2;
+/// Most tiles that a thread takes together, each of at most 16 rows.
+pub const MAX_BUNDLE: usize = MAX_TILE_ROWS / LANES;
+/// Most panels: full ones of a tile and two for the rest, or two for each of several tiles.
+pub const MAX_PANELS: usize = 2 * MAX_BUNDLE;
 /// Fewest positions of a chunk: with fewer, merging costs more than it spreads.
 const MIN_CHUNK: usize = 256;
 /// Items of work that keep the largest machines busy.
 const ENOUGH_ITEMS: usize = 128;
+/// Most chunks: as many as those items, of one tile.
+pub const MAX_CHUNKS: usize = ENOUGH_ITEMS;
 
 /// Shapes, cut and scratch of one operation. A *unit* is the query rows of one stream that share their K and V heads.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +45,8 @@ pub struct Plan {
     pub chunks: usize,
     /// V is the beginning of K's rows: one block serves both.
     pub shared: bool,
+    /// Most tiles that are taken together: those of heads whose rows of a position lie side by side.
+    pub bundle: usize,
 }
 
 /// Where a query row comes from.
@@ -75,6 +81,10 @@ impl Plan {
             p.k.data == p.v.data && p.k.dtype == p.v.dtype && p.k.ne[2..] == p.v.ne[2..] && p.k.nb == p.v.nb && dv <= d;
         let block = if shared && d > 256 { 32 } else { 64 };
         let all_tiles = tiles * groups * streams;
+        let beside =
+            |t: &View<'_>| t.ne[2] == groups && t.nb[2] == t.dtype.row_bytes(t.ne[0]) && t.nb[1] >= t.nb[2] * groups;
+        let few = tiles == 1 && tile_rows <= LANES && beside(&p.k) && beside(&p.v);
+        let bundle = if few { groups.min(MAX_BUNDLE) } else { 1 };
         let chunk_len = n_kv.div_ceil(ENOUGH_ITEMS.div_ceil(all_tiles)).max(MIN_CHUNK).next_multiple_of(block);
         let chunks = n_kv.div_ceil(chunk_len);
         Some(Self {
@@ -91,6 +101,7 @@ impl Plan {
             chunk_len,
             chunks,
             shared,
+            bundle,
         })
     }
 
@@ -136,6 +147,12 @@ impl Plan {
         self.dv_padded() + LANES
     }
 
+    /// What AMX needs room for.
+    pub fn amx_room(&self) -> Room {
+        let lanes = self.tile_rows.next_multiple_of(LANES);
+        Room { lanes, queries: lanes * self.bundle, d: self.d, dv: self.dv }
+    }
+
     /// Bytes of all partial results.
     pub fn partial_bytes(&self) -> usize {
         if self.chunks == 1 {
@@ -146,14 +163,14 @@ impl Plan {
 
     /// f32 values of a thread's scratch: K block, V block, panels, scores, sums, panel states, what AMX needs.
     pub fn thread_parts(&self) -> [usize; 7] {
-        let lanes = self.tile_rows.next_multiple_of(LANES);
+        let Room { lanes, queries: all, .. } = self.amx_room();
         let v = if self.shared { 0 } else { block_len(self.block, self.dv) };
         let states = MAX_PANELS * size_of::<State>() / 4;
         // AMX adds to 16 rows at a time.
-        let sums = lanes * self.dv_padded();
-        let tiles = TileAttention::scratch_len(lanes, self.d);
+        let sums = all * self.dv_padded();
+        let tiles = TileAttention::scratch_len(self.amx_room());
         let k = if self.shared { self.block } else { LANES };
-        [block_len(k, self.d), v, lanes * self.d.next_multiple_of(LANES), lanes * self.block, sums, states, tiles]
+        [block_len(k, self.d), v, all * self.d.next_multiple_of(LANES), lanes * self.block, sums, states, tiles]
     }
 
     /// Bytes of a thread's scratch on any CPU; two lines more keep neighbours apart.

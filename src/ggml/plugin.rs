@@ -8,6 +8,7 @@ use super::sys;
 use super::{backend, cpu, device, log};
 use crate::config::{Config, IsaChoice};
 use crate::isa::{Amx, AmxRefused, Avx2, Avx512, Isa};
+use crate::kernels::amx::trial::with_fp16_if_it_works;
 use crate::numa::tensors::Numa;
 use crate::numa::topology::Topology;
 use crate::team::panic_message;
@@ -57,6 +58,13 @@ fn choose(choice: IsaChoice) -> Option<Isa> {
             Avx512::detect().map(Isa::Avx512).or_else(|| refused("avx512", &why))
         }
         IsaChoice::Amx => Amx::detect().map_or_else(|why| refused("amx", &why), |amx| Some(Isa::Amx(amx))),
+        IsaChoice::AmxFp16 => {
+            let amx = Amx::detect().map(with_fp16_if_it_works);
+            if amx.is_ok_and(|amx| amx.fp16().is_none()) {
+                log::warn("GGML_HINA_ISA=amx-fp16, but F16 products do not work here: AMX is used without them");
+            }
+            amx.map_or_else(|why| refused("amx-fp16", &why), |amx| Some(Isa::Amx(amx)))
+        }
         IsaChoice::Auto => {
             let isa = Isa::best();
             if let (Some(isa @ (Isa::Avx512(_) | Isa::Avx2(_))), Err(why)) = (isa, Amx::detect())
@@ -146,6 +154,9 @@ unsafe extern "C" fn get_features(_reg: sys::ggml_backend_reg_t) -> *mut sys::gg
     guard(null_mut(), || {
         let list = LIST.get_or_init(|| {
             let names: &[&CStr] = match isa() {
+                Some(Isa::Amx(amx)) if amx.fp16().is_some() => {
+                    &[c"AMX_BF16", c"AMX_INT8", c"AMX_FP16", c"AVX512_BF16", c"AVX512_VNNI"]
+                }
                 Some(Isa::Amx(_)) => &[c"AMX_BF16", c"AMX_INT8", c"AVX512_BF16", c"AVX512_VNNI"],
                 Some(Isa::Avx512(_)) => &[c"AVX512_BF16", c"AVX512_VNNI"],
                 Some(Isa::Avx2(_)) => &[c"AVX2", c"FMA"],

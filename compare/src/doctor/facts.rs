@@ -94,6 +94,7 @@ fn features() -> Vec<(&'static str, bool)> {
         ("AVX-512 VNNI", is_x86_feature_detected!("avx512vnni")),
         ("AVX-512 BF16", is_x86_feature_detected!("avx512bf16")),
         ("AMX BF16 and INT8", Amx::detect().is_ok()),
+        ("AMX FP16", Amx::detect().is_ok_and(|amx| amx.fp16().is_some())),
     ]
 }
 

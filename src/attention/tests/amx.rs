@@ -8,19 +8,21 @@ use super::shape;
 use crate::isa::Isa;
 use crate::kernels::amx::attention::takes;
 use crate::tensor::DType;
-use crate::testing::amx;
+use crate::testing::amx_kinds;
 
 macro_rules! on_amx {
     ($($test:ident)*) => {$(
         #[test]
         fn $test() {
-            let Some(amx) = amx() else { return };
-            super::$test(Isa::Amx(amx));
+            for amx in amx_kinds() {
+                super::$test(Isa::Amx(amx));
+            }
         }
     )*};
 }
 
 on_amx! {
+    heads_side_by_side
     same_bits_for_any_team
     closed_blocks_are_not_read
     closed_positions_do_not_leak
@@ -50,34 +52,37 @@ fn tiled() -> impl Strategy<Value = Case> {
 
 #[test]
 fn like_the_oracle() {
-    let Some(amx) = amx() else { return };
-    let config = ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() };
-    proptest!(config, |(case in tiled())| {
-        prop_assert!(takes(case.group, case.k_type, case.v_type));
-        Operands::new(&case).check(Isa::Amx(amx));
-    });
+    for amx in amx_kinds() {
+        let config = ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() };
+        proptest!(config, |(case in tiled())| {
+            prop_assert!(takes(amx, case.group, case.k_type, case.v_type));
+            Operands::new(&case).check(Isa::Amx(amx));
+        });
+    }
 }
 
 #[test]
 fn all_types_and_odd_heads() {
-    let Some(amx) = amx() else { return };
-    for (k_type, v_type) in TYPES.into_iter().flat_map(|k| TYPES.map(|v| (k, v))) {
-        let size = |t: DType, d: usize| d.next_multiple_of(t.block());
-        for (d, dv) in [(40, 72), (65, 33)] {
-            let (d, dv) = (size(k_type, d), size(v_type, dv));
-            let case = Case { d, dv, k_type, v_type, group: 27, k_heads: 1, n_kv: 85, ..plain() };
-            Operands::new(&case).check(Isa::Amx(amx));
+    for amx in amx_kinds() {
+        for (k_type, v_type) in TYPES.into_iter().flat_map(|k| TYPES.map(|v| (k, v))) {
+            let size = |t: DType, d: usize| d.next_multiple_of(t.block());
+            for (d, dv) in [(40, 72), (65, 33)] {
+                let (d, dv) = (size(k_type, d), size(v_type, dv));
+                let case = Case { d, dv, k_type, v_type, group: 27, k_heads: 1, n_kv: 85, ..plain() };
+                Operands::new(&case).check(Isa::Amx(amx));
+            }
         }
     }
 }
 
 #[test]
 fn groups_of_1_to_128() {
-    let Some(amx) = amx() else { return };
-    for group in [1, 5, 11, 16, 27, 40, 128] {
-        for k_type in [DType::F16, DType::Bf16] {
-            let case = Case { group, k_heads: 1, k_type, v_type: k_type, d: 32, dv: 32, n_kv: 40, ..plain() };
-            Operands::new(&case).check(Isa::Amx(amx));
+    for amx in amx_kinds() {
+        for group in [1, 4, 5, 8, 9, 11, 16, 21, 24, 27, 40, 128] {
+            for k_type in [DType::F16, DType::Bf16] {
+                let case = Case { group, k_heads: 1, k_type, v_type: k_type, d: 32, dv: 32, n_kv: 40, ..plain() };
+                Operands::new(&case).check(Isa::Amx(amx));
+            }
         }
     }
 }
@@ -85,42 +90,45 @@ fn groups_of_1_to_128() {
 /// V is the beginning of K's rows: DeepSeek's sizes, and odd ones.
 #[test]
 fn mla() {
-    let Some(amx) = amx() else { return };
-    for k_type in TYPES {
-        for (d, dv, group, n_kv) in [(576usize, 512, 33, 81), (96, 80, 30, 50)] {
-            let dv = dv.min(d).next_multiple_of(k_type.block());
-            let mask = Some(Mask::Random);
-            let case = Case { d, dv, group, n_kv, k_type, v_type: k_type, mla: true, k_heads: 1, mask, ..plain() };
-            Operands::new(&case).check(Isa::Amx(amx));
+    for amx in amx_kinds() {
+        for k_type in TYPES {
+            for (d, dv, group, n_kv) in [(576usize, 512, 33, 81), (96, 80, 30, 50)] {
+                let dv = dv.min(d).next_multiple_of(k_type.block());
+                let mask = Some(Mask::Random);
+                let case = Case { d, dv, group, n_kv, k_type, v_type: k_type, mla: true, k_heads: 1, mask, ..plain() };
+                Operands::new(&case).check(Isa::Amx(amx));
+            }
         }
     }
 }
 
 #[test]
 fn all_features_at_once() {
-    let Some(amx) = amx() else { return };
-    for mask in [Mask::Causal, Mask::Window(30), Mask::RandomPerHead] {
-        let case = Case { n_q: 3, n_kv: 90, group: 27, k_heads: 1, d: 32, dv: 48, mask: Some(mask), ..plain() };
-        Operands::new(&Case { sinks: true, max_bias: 8.0, logit_softcap: 3.0, ..case }).check(Isa::Amx(amx));
+    for amx in amx_kinds() {
+        for mask in [Mask::Causal, Mask::Window(30), Mask::RandomPerHead] {
+            let case = Case { n_q: 3, n_kv: 90, group: 27, k_heads: 1, d: 32, dv: 48, mask: Some(mask), ..plain() };
+            Operands::new(&Case { sinks: true, max_bias: 8.0, logit_softcap: 3.0, ..case }).check(Isa::Amx(amx));
+        }
     }
 }
 
 /// Products of hi and lo with an infinity would be NaN where the product with f32 is not.
 #[test]
 fn infinities_are_as_in_f32() {
-    let Some(amx) = amx() else { return };
-    for dtype in [DType::F16, DType::Bf16] {
-        let infinity = if dtype == DType::F16 { [0x00, 0x7c] } else { [0x80, 0x7f] };
-        let mut case = Operands::new(&Case { k_type: dtype, v_type: dtype, group: 32, n_kv: 90, ..plain() });
-        for data in [&mut case.k, &mut case.v] {
-            let mut raw = data.to_vec();
-            raw[3 * 256 + 10..][..2].copy_from_slice(&infinity);
-            *data = crate::testing::Guarded::new(&raw);
-        }
-        let (tiles, vectors) = (case.run(Isa::Amx(amx), 2), case.run(Isa::Avx512(amx.avx512()), 2));
-        assert!(vectors.iter().any(|x| x.is_infinite()) && vectors.iter().any(|x| x.is_nan()), "{dtype:?}");
-        for (a, b) in tiles.iter().zip(&vectors) {
-            assert!(a == b || (a - b).abs() < 2e-5 || (a.is_nan() && b.is_nan()), "{dtype:?}: {a} {b}");
+    for amx in amx_kinds() {
+        for dtype in [DType::F16, DType::Bf16] {
+            let infinity = if dtype == DType::F16 { [0x00, 0x7c] } else { [0x80, 0x7f] };
+            let mut case = Operands::new(&Case { k_type: dtype, v_type: dtype, group: 32, n_kv: 90, ..plain() });
+            for data in [&mut case.k, &mut case.v] {
+                let mut raw = data.to_vec();
+                raw[3 * 256 + 10..][..2].copy_from_slice(&infinity);
+                *data = crate::testing::Guarded::new(&raw);
+            }
+            let (tiles, vectors) = (case.run(Isa::Amx(amx), 2), case.run(Isa::Avx512(amx.avx512()), 2));
+            assert!(vectors.iter().any(|x| x.is_infinite()) && vectors.iter().any(|x| x.is_nan()), "{dtype:?}");
+            for (a, b) in tiles.iter().zip(&vectors) {
+                assert!(a == b || (a - b).abs() < 2e-5 || (a.is_nan() && b.is_nan()), "{dtype:?}: {a} {b}");
+            }
         }
     }
 }

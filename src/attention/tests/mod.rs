@@ -18,6 +18,7 @@ on_each_isa! {
     like_the_oracle
     groups_and_head_sizes_of_models
     many_queries_make_many_tiles
+    heads_side_by_side
     same_bits_for_any_team
     closed_blocks_are_not_read
     closed_positions_do_not_leak
@@ -103,6 +104,29 @@ fn many_queries_make_many_tiles(isa: Isa) {
     }
 }
 
+/// Heads whose rows lie side by side are gone over together: all of them, some, and the last few of many; with masks of their own,
+/// in several streams, and where one of them has a NaN.
+fn heads_side_by_side(isa: Isa) {
+    for (heads, n_kv, mask) in [(3, 700, Mask::RandomPerHead), (8, 300, Mask::Causal), (10, 520, Mask::Window(400))] {
+        for k_type in [DType::F16, DType::Bf16, DType::Q8_0] {
+            let case = Case { k_heads: heads, v_heads: heads, group: 1, n_kv, k_type, v_type: k_type, ..plain() };
+            let mut case = Operands::new(&Case { mask: Some(mask), streams: 2, kv_streams: 2, d: 32, dv: 32, ..case });
+            case.check(isa);
+            if k_type == DType::F16 {
+                let mut raw = case.v.to_vec();
+                raw[2 * 32 + 6..][..2].copy_from_slice(&f16::NAN.to_le_bytes());
+                case.v = Guarded::new(&raw);
+                case.check(isa);
+            }
+            let one = case.run(isa, 1);
+            for threads in [4, 40] {
+                let same = case.run(isa, threads).iter().zip(&one).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{heads} heads, {threads} threads");
+            }
+        }
+    }
+}
+
 fn same_bits_for_any_team(isa: Isa) {
     let case = Operands::new(&Case { n_kv: 2000, n_q: 2, ..base(isa) });
     let one = case.run(isa, 1);
@@ -158,8 +182,9 @@ fn closed_positions_do_not_leak(isa: Isa) {
         }
         for (i, (got, want)) in case.run(isa, 2).iter().zip(&clean).enumerate() {
             let query = i / 64 / case.heads;
-            // The sums of one row at a time are added in another order.
-            assert!(query == 1 || (got - want).abs() < 1e-6, "query {query}: {got} {want}");
+            // The sums of one row at a time are added in another order, and not on AMX's tiles.
+            let most = if matches!(isa, Isa::Amx(_)) { 2e-5 } else { 1e-6 };
+            assert!(query == 1 || (got - want).abs() < most, "query {query}: {got} {want}");
         }
     }
 }

@@ -163,7 +163,8 @@ impl Operands {
                 assert!(near, "head {head} query {query} stream {stream}: {got} {want}");
             }
         }
-        assert_eq!(got, self.run(isa, 1), "one thread");
+        let one = self.run(isa, 1);
+        assert!(got.iter().zip(&one).all(|(a, b)| a.to_bits() == b.to_bits()), "one thread: other bits");
     }
 }
 

@@ -1,34 +1,40 @@
 //! One block of positions: scores, weights, weighted sums.
 
 use super::open::Block;
-use super::{Panel, Tile};
-use crate::kernels::amx::attention::{STEP, WIDTH};
+use super::{Panel, Part, Tile};
 use crate::kernels::attention::{Ahead, Attend, LANES, Source, TILE, Weights};
 
+/// One block of one part.
+#[derive(Clone, Copy)]
+pub struct Job {
+    pub part: usize,
+    pub block: Block,
+    /// What to ask for meanwhile, of K and V.
+    pub coming: Option<[Source; 2]>,
+    /// The block's rows.
+    pub k: Source,
+    pub v: Source,
+}
+
 impl<A: Attend> Tile<'_, A> {
-    /// One block: scores, weights, weighted sums. Asks for the rows of K and V that come next meanwhile.
-    // SAFETY: `chunk`'s contract, with the rows packed.
-    pub(super) unsafe fn block(&mut self, block: Block, coming: Option<[Source; 2]>, k: Source, v: Source) {
-        let here = |s: Source| Source { closed: block.closed, ..s.part(block.start, block.n) };
-        if self.on_amx {
-            // SAFETY: the caller's contract.
-            return unsafe { self.block_on_amx(block, coming, here(k), here(v)) };
-        }
-        let busy = self.count - block.idle.count_ones() as usize;
+    /// A block of a part on vectors: scores, weights, weighted sums. Asks for the rows of K and V that come next meanwhile.
+    // SAFETY: `item`'s contract, with the rows packed.
+    pub(super) unsafe fn block(&mut self, Job { part, block, coming, k, v }: Job) {
+        let busy = self.parts[part].count - block.idle.count_ones() as usize;
         let portions = busy * block.n.div_ceil(LANES);
         // SAFETY: the block's positions are in the views; all scratch is this thread's and sized by the plan.
         unsafe {
-            self.scores(block, here(k), coming.map(|[next, _]| next), portions);
-            for (i, panel) in self.busy(block) {
+            self.scores(part, block, k, coming.map(|[next, _]| next), portions);
+            for (i, panel) in self.busy(part, block) {
                 self.weights(block, i, panel);
             }
-            self.values(block, here(v), coming.map(|[_, next]| next), portions);
+            self.values(part, block, v, coming.map(|[_, next]| next), portions);
         }
     }
 
     /// The scores of the block's K rows.
-    // SAFETY: `chunk`'s contract, with the rows packed.
-    unsafe fn scores(&mut self, block: Block, k: Source, next: Option<Source>, portions: usize) {
+    // SAFETY: `item`'s contract, with the rows packed.
+    unsafe fn scores(&mut self, part: usize, block: Block, k: Source, next: Option<Source>, portions: usize) {
         let plan = self.plan;
         let tiles = plan.d.div_ceil(LANES);
         let mut ahead = next.map_or(Ahead::NOTHING, |next| Ahead::new(next, portions * tiles));
@@ -36,7 +42,7 @@ impl<A: Attend> Tile<'_, A> {
         // plan.
         unsafe {
             if self.in_place[0] {
-                for (_, panel) in self.busy(block) {
+                for (_, panel) in self.busy(part, block) {
                     let (q, s) = (self.q.add(panel.q), self.s.add(panel.s));
                     self.isa.scores_in_place(q, [panel.lanes, panel.rows], k, s, &mut ahead);
                 }
@@ -46,7 +52,7 @@ impl<A: Attend> Tile<'_, A> {
                 // Where V has no use for it, the same 16 positions of scratch serve all of the block.
                 let to = if plan.shared { self.k.add(first / LANES * tiles * TILE) } else { self.k };
                 self.isa.widen(k.part(first, LANES.min(block.n - first)), to);
-                for (_, panel) in self.busy(block) {
+                for (_, panel) in self.busy(part, block) {
                     let s = self.s.add(panel.s + first * panel.lanes);
                     self.isa.scores(panel.lanes, self.q.add(panel.q), to, tiles, s, &mut ahead);
                 }
@@ -54,50 +60,9 @@ impl<A: Attend> Tile<'_, A> {
         }
     }
 
-    /// The same on AMX.
-    // SAFETY: `block`'s contract, with the block's own rows.
-    unsafe fn block_on_amx(&mut self, block: Block, coming: Option<[Source; 2]>, k: Source, v: Source) {
-        let plan = self.plan;
-        let Some(mut amx) = self.amx.take() else { return };
-        let busy = self.count - block.idle.count_ones() as usize;
-        let tiles = plan.dv.div_ceil(LANES);
-        let [mut ahead_k, mut ahead_v] = coming.map_or([Ahead::NOTHING; 2], |[k, v]| {
-            let v = if plan.shared { Ahead::NOTHING } else { Ahead::new(v, busy * tiles.div_ceil(WIDTH)) };
-            [Ahead::new(k, busy * plan.d.div_ceil(STEP)), v]
-        });
-        // SAFETY: the block's positions are in the views; all scratch is this thread's and sized by the plan.
-        unsafe {
-            amx.block(k);
-            for (i, panel) in self.busy(block) {
-                let s = self.s.add(panel.s);
-                let lost = amx.scores(i, s, &mut ahead_k);
-                self.scores_again(lost, k, panel);
-                self.weights(block, i, panel);
-                amx.weigh(i, s, block.n);
-            }
-            let panels = self.busy(block).map(|(i, panel)| (i, self.rows_of(block, i, panel)));
-            amx.values(v, panels, &mut ahead_v);
-        }
-        self.amx = Some(amx);
-    }
-
-    /// Scores on vectors, of each group of 16 positions whose bit is set in `groups`.
-    // SAFETY: `block_on_amx`'s contract.
-    unsafe fn scores_again(&self, groups: u32, k: Source, panel: Panel) {
-        for first in (0..k.rows).step_by(LANES).filter(|first| groups >> (first / LANES) & 1 == 1) {
-            // SAFETY: the caller's contract; the f32 panel is there, and scratch for 16 positions.
-            unsafe {
-                self.isa.widen(k.part(first, LANES.min(k.rows - first)), self.k);
-                let s = self.s.add(panel.s + first * panel.lanes);
-                let tiles = self.plan.d.div_ceil(LANES);
-                self.isa.scores(panel.lanes, self.q.add(panel.q), self.k, tiles, s, &mut { Ahead::NOTHING });
-            }
-        }
-    }
-
     /// A panel's weights and sums.
     // SAFETY: the panel has them.
-    unsafe fn rows_of(&self, block: Block, i: usize, panel: Panel) -> Weights {
+    pub(super) unsafe fn rows_of(&self, block: Block, i: usize, panel: Panel) -> Weights {
         // SAFETY: inside this thread's scratch.
         unsafe {
             Weights {
@@ -113,8 +78,8 @@ impl<A: Attend> Tile<'_, A> {
     }
 
     /// Adds the block's V rows to the sums.
-    // SAFETY: `chunk`'s contract; the weights are there.
-    unsafe fn values(&mut self, block: Block, v: Source, next: Option<Source>, portions: usize) {
+    // SAFETY: `item`'s contract; the weights are there.
+    unsafe fn values(&mut self, part: usize, block: Block, v: Source, next: Option<Source>, portions: usize) {
         let plan = self.plan;
         let tiles = plan.dv.div_ceil(LANES);
         let stride = if plan.shared { plan.d.div_ceil(LANES) } else { tiles };
@@ -126,7 +91,7 @@ impl<A: Attend> Tile<'_, A> {
             if !plan.shared && !in_place {
                 self.isa.widen(v, self.v);
             }
-            for (i, panel) in self.busy(block) {
+            for (i, panel) in self.busy(part, block) {
                 let w = self.rows_of(block, i, panel);
                 if in_place {
                     self.isa.weigh_in_place(w, v, &mut ahead);
@@ -137,15 +102,15 @@ impl<A: Attend> Tile<'_, A> {
         }
     }
 
-    /// The panels for which the block is open.
-    fn busy(&self, block: Block) -> impl Iterator<Item = (usize, Panel)> + Clone + use<A> {
-        let (panels, count) = (self.panels, self.count);
-        (0..count).filter(move |i| block.idle >> i & 1 == 0).map(move |i| (i, panels[i]))
+    /// The panels of part `part` for which the block is open.
+    pub(super) fn busy(&self, part: usize, block: Block) -> impl Iterator<Item = (usize, Panel)> + Clone + use<A> {
+        let (panels, Part { first, count, .. }) = (self.panels, self.parts[part]);
+        (first..first + count).filter(move |i| block.idle >> i & 1 == 0).map(move |i| (i, panels[i]))
     }
 
     /// Scores of a panel into weights.
-    // SAFETY: `chunk`'s contract; the panel's scores are there.
-    unsafe fn weights(&self, block: Block, i: usize, panel: Panel) {
+    // SAFETY: `item`'s contract; the panel's scores are there.
+    pub(super) unsafe fn weights(&self, block: Block, i: usize, panel: Panel) {
         // SAFETY: the panel's scores and state are this thread's; the mask rows have the block's positions.
         unsafe {
             let s = self.s.add(panel.s);

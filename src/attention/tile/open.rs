@@ -1,6 +1,6 @@
 //! Which positions are open: the mask is looked at before K and V, block by block.
 
-use super::Tile;
+use super::{MAX_BUNDLE, Tile};
 use crate::kernels::attention::Attend;
 
 /// A block of positions that is open for some row.
@@ -17,27 +17,39 @@ pub struct Block {
 }
 
 impl<A: Attend> Tile<'_, A> {
-    /// The first block at or after `start` that is open for some row.
+    /// The first block at or after `start` that is open for some row of the first `tiles` packed tiles, as each of these sees it.
     // SAFETY: the mask rows have `end` values.
-    pub(super) unsafe fn open(&self, mut start: usize, end: usize) -> Option<Block> {
+    pub(super) unsafe fn open(
+        &self,
+        tiles: usize,
+        mut start: usize,
+        end: usize,
+    ) -> Option<(usize, [Block; MAX_BUNDLE])> {
         while start < end {
             let n = (end - start).min(self.plan.block);
-            // SAFETY: `[start, start + n)` is in front of `end`.
-            let block = unsafe { self.look(start, n) };
-            if block.closed != u64::MAX >> (64 - n) {
-                return Some(block);
+            let mut blocks = [Block { start, n, closed: 0, idle: 0, masked: 0 }; MAX_BUNDLE];
+            let mut closed = u64::MAX >> (64 - n);
+            for (i, block) in blocks[..tiles].iter_mut().enumerate() {
+                // SAFETY: `[start, start + n)` is in front of `end`.
+                *block = unsafe { self.look(i, start, n) };
+                closed &= block.closed;
+            }
+            if closed != u64::MAX >> (64 - n) {
+                return Some((start, blocks));
             }
             start += n;
         }
         None
     }
 
-    /// What the mask says about a block.
+    /// What the mask says about a block of part `i`.
     // SAFETY: the mask rows have `start + n` values.
-    unsafe fn look(&self, start: usize, n: usize) -> Block {
+    unsafe fn look(&self, i: usize, start: usize, n: usize) -> Block {
+        let part = self.parts[i];
         let all = u64::MAX >> (64 - n);
         let mut block = Block { start, n, closed: all, idle: 0, masked: 0 };
-        for (i, panel) in self.panels[..self.count].iter().enumerate() {
+        for i in part.first..part.first + part.count {
+            let panel = self.panels[i];
             let (mut closed, mut special) = (all, 0);
             let mut last = std::ptr::null();
             for row in &self.rows[panel.row..panel.row + panel.rows] {

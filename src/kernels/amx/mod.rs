@@ -8,6 +8,7 @@ pub mod bf16;
 pub mod int8;
 mod seam;
 pub mod tile;
+pub mod trial;
 
 use std::arch::asm;
 

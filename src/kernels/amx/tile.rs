@@ -11,7 +11,7 @@
 use std::arch::asm;
 use std::marker::PhantomData;
 
-use crate::isa::Amx;
+use crate::isa::{Amx, AmxFp16};
 
 /// The 64 bytes that `ldtilecfg` reads: palette 1, and for each tile its bytes a row and its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,6 +160,16 @@ impl Tiles<'_> {
         // SAFETY: `self` proves a configuration; only tile `C` changes.
         unsafe {
             asm!("tdpbf16ps tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
+                options(nomem, nostack, preserves_flags));
+        }
+    }
+
+    /// `tdpfp16ps`: the same of F16. Denormals count; sums are f32, and those of them become zeros.
+    #[inline(always)]
+    pub fn dp_f16<const C: u8, const A: u8, const B: u8>(&self, _: AmxFp16) {
+        // SAFETY: `self` proves a configuration, the token the instruction; only tile `C` changes.
+        unsafe {
+            asm!("tdpfp16ps tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
                 options(nomem, nostack, preserves_flags));
         }
     }

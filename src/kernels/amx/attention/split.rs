@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::kernels::avx512::attention::widen::{Bf16, F16, Load, Q8};
+use crate::kernels::avx512::attention::widen::{F16, Load, Q8};
 
 /// The upper half of each f32: its BF16.
 const UPPER: i32 = 0xffff_0000_u32 as i32;
@@ -16,15 +16,10 @@ pub const SPECIAL: i32 = 0x99;
 pub struct Pairs {
     pub hi: __m512i,
     pub lo: __m512i,
-    /// Not 0 where a value is an infinity or NaN.
-    pub special: __mmask16,
 }
 
-/// A cache type whose values are one or two BF16 values.
+/// A cache type whose values are two BF16 values.
 pub trait Split: Load {
-    /// Whether there is a `lo`; else it is 0.
-    const TWO: bool;
-
     /// Splits two vectors of values.
     ///
     /// # Safety
@@ -33,40 +28,18 @@ pub trait Split: Load {
     unsafe fn split(a: __m512, b: __m512) -> Pairs;
 }
 
-impl Split for Bf16 {
-    const TWO: bool = false;
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512dq")]
-    // SAFETY: contract of `Split::split`.
-    unsafe fn split(a: __m512, b: __m512) -> Pairs {
-        let special = _mm512_fpclass_ps_mask::<SPECIAL>(a) | _mm512_fpclass_ps_mask::<SPECIAL>(b);
-        let hi = join(_mm512_castps_si512(a), _mm512_castps_si512(b));
-        Pairs { hi, lo: _mm512_setzero_si512(), special }
-    }
-}
-
 impl Split for F16 {
-    const TWO: bool = true;
-
     /// Of 11 bits `hi` takes the first 8: exact.
     #[inline]
     #[target_feature(enable = "avx512f,avx512dq")]
     // SAFETY: contract of `Split::split`.
     unsafe fn split(a: __m512, b: __m512) -> Pairs {
-        let upper = _mm512_set1_epi32(UPPER);
-        let [a, b] = [a, b].map(|x| {
-            let special = _mm512_fpclass_ps_mask::<SPECIAL>(x);
-            let hi = _mm512_and_si512(_mm512_castps_si512(x), upper);
-            (hi, _mm512_castps_si512(_mm512_maskz_sub_ps(!special, x, _mm512_castsi512_ps(hi))), special)
-        });
-        Pairs { hi: join(a.0, b.0), lo: join(a.1, b.1), special: a.2 | b.2 }
+        let (a, b) = (cut(a), cut(b));
+        Pairs { hi: join(a.0, b.0), lo: join(a.1, b.1) }
     }
 }
 
 impl Split for Q8 {
-    const TWO: bool = true;
-
     #[inline]
     #[target_feature(enable = "avx512f,avx512dq")]
     // SAFETY: contract of `Split::split`.
@@ -83,16 +56,30 @@ impl Split for Q8 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 pub fn pairs(a: __m512, b: __m512) -> Pairs {
+    let (a, b) = (rounded(a), rounded(b));
+    Pairs { hi: join(a.0, b.0), lo: join(a.1, b.1) }
+}
+
+/// hi and lo of values whose first bits are hi.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn cut(x: __m512) -> (__m512i, __m512i) {
+    let special = _mm512_fpclass_ps_mask::<SPECIAL>(x);
+    let hi = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(UPPER));
+    (hi, _mm512_castps_si512(_mm512_maskz_sub_ps(!special, x, _mm512_castsi512_ps(hi))))
+}
+
+/// hi and lo, both rounded.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn rounded(x: __m512) -> (__m512i, __m512i) {
     let (upper, half) = (_mm512_set1_epi32(UPPER), _mm512_set1_epi32(HALF));
-    let [a, b] = [a, b].map(|x| {
-        let special = _mm512_fpclass_ps_mask::<SPECIAL>(x);
-        let bits = _mm512_castps_si512(x);
-        // Rounding must not carry a NaN's payload into its sign.
-        let hi = _mm512_and_si512(_mm512_mask_add_epi32(bits, !special, bits, half), upper);
-        let lo = _mm512_castps_si512(_mm512_maskz_sub_ps(!special, x, _mm512_castsi512_ps(hi)));
-        (hi, _mm512_and_si512(_mm512_add_epi32(lo, half), upper), special)
-    });
-    Pairs { hi: join(a.0, b.0), lo: join(a.1, b.1), special: a.2 | b.2 }
+    let special = _mm512_fpclass_ps_mask::<SPECIAL>(x);
+    let bits = _mm512_castps_si512(x);
+    // Rounding must not carry a NaN's payload into its sign.
+    let hi = _mm512_and_si512(_mm512_mask_add_epi32(bits, !special, bits, half), upper);
+    let lo = _mm512_castps_si512(_mm512_maskz_sub_ps(!special, x, _mm512_castsi512_ps(hi)));
+    (hi, _mm512_and_si512(_mm512_add_epi32(lo, half), upper))
 }
 
 /// The upper halves of two vectors: `a`'s below `b`'s.
@@ -104,15 +91,15 @@ fn join(a: __m512i, b: __m512i) -> __m512i {
 
 #[cfg(test)]
 mod tests {
-    use half::{bf16, f16};
+    use half::f16;
 
     use super::*;
     use crate::isa::Avx512;
     use crate::testing::Random;
 
-    /// `[hi, lo]` of each of 32 values, and whether any is special.
+    /// `[hi, lo]` of each of 32 values.
     #[target_feature(enable = "avx512f,avx512dq")]
-    fn split<T: Split>(x: &[f32; 32]) -> ([[f32; 2]; 32], bool) {
+    fn split<T: Split>(x: &[f32; 32]) -> [[f32; 2]; 32] {
         // SAFETY: 32 f32; the loads are unaligned ones. The features are there.
         let both = unsafe { T::split(_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x[16..].as_ptr())) };
         let mut bits = [[0u32; 16]; 2];
@@ -125,11 +112,11 @@ mod tests {
             let pair = bits[part][i % 16];
             f32::from_bits(if i < 16 { pair << 16 } else { pair & 0xffff_0000 })
         };
-        (std::array::from_fn(|i| [value(0, i), value(1, i)]), both.special != 0)
+        std::array::from_fn(|i| [value(0, i), value(1, i)])
     }
 
     /// As [`split`], on a CPU that has it.
-    fn parts<T: Split>(x: &[f32; 32]) -> Option<([[f32; 2]; 32], bool)> {
+    fn parts<T: Split>(x: &[f32; 32]) -> Option<[[f32; 2]; 32]> {
         if Avx512::detect().is_none() {
             println!("skipped: no AVX-512");
             return None;
@@ -142,7 +129,7 @@ mod tests {
     fn exact<T: Split>(value: impl Fn(u16) -> f32) {
         for first in (0..=u16::MAX).step_by(32) {
             let x: [f32; 32] = std::array::from_fn(|i| value(first + i as u16));
-            let Some((parts, special)) = parts::<T>(&x) else { return };
+            let Some(parts) = parts::<T>(&x) else { return };
             for (x, [hi, lo]) in x.into_iter().zip(parts) {
                 if x.is_finite() {
                     assert!(hi + lo == x, "{x}: {hi} {lo}");
@@ -151,7 +138,6 @@ mod tests {
                     assert_eq!(lo, 0.0);
                 }
             }
-            assert_eq!(special, x.iter().any(|x| !x.is_finite()));
         }
     }
 
@@ -162,17 +148,11 @@ mod tests {
     }
 
     #[test]
-    fn every_bf16_is_its_first_part() {
-        exact::<Bf16>(|bits| bf16::from_bits(bits).to_f32());
-    }
-
-    #[test]
     fn other_values_keep_17_bits() {
         let mut random = Random(5);
         for _ in 0..2000 {
             let x: [f32; 32] = std::array::from_fn(|_| random.f32() * 2f32.powi(random.below(200) as i32 - 100));
-            let Some((parts, special)) = parts::<Q8>(&x) else { return };
-            assert!(!special);
+            let Some(parts) = parts::<Q8>(&x) else { return };
             for (x, [hi, lo]) in x.into_iter().zip(parts) {
                 let error = (f64::from(hi) + f64::from(lo) - f64::from(x)).abs();
                 assert!(error <= f64::from(x).abs() / f64::from(1 << 17), "{x}: {hi} {lo}");

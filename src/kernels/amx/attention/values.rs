@@ -3,20 +3,20 @@
 //! | tiles | hold |
 //! |---|---|
 //! | 0 to 3 | sums of 16 rows x 64 elements |
-//! | 4, 5 | weights, hi and lo, 16 rows x 32 positions |
-//! | 6, 7 | V, hi and lo, 32 positions x 16 elements |
+//! | 4, 5 | weights, hi and lo, 16 rows x 32 positions; of a twin panel tile 4 alone, hi and lo of 8 rows |
+//! | 6, 7 | V (hi and lo), 32 positions x 16 elements |
 //!
 //! Position `j` of a step's 32 is paired with position `j + 16`: then pairs of V's elements are one shift away.
 
 use std::arch::x86_64::*;
 
+use super::form::{self, Form, Product, Whole, with_product, with_tiles};
 use super::scores::{Keys, elements};
-use super::split::{Pairs, Split, pairs};
-use super::{PART, STEP};
+use super::split::Split;
+use super::{PART, STEP, TWIN};
 use crate::kernels::amx::each;
 use crate::kernels::amx::tile::Tiles;
-use crate::kernels::attention::{LANES, Source, Weights};
-use crate::kernels::avx512::attention::widen::Load;
+use crate::kernels::attention::{Ahead, LANES, Source, Weights};
 use crate::kernels::avx512::transpose::transpose16;
 
 /// Tiles of 16 elements that share the weights' loads.
@@ -26,10 +26,11 @@ pub const WIDTH: usize = 4;
 /// `[32 positions][hi, lo][row]`.
 ///
 /// # Safety
-/// `s` has those positions, `to` two KiB for each 32 of them; both are 64-byte aligned. AVX-512 F and DQ are there.
+/// `s` has those positions, `to` two KiB for each 32 of them; both are 64-byte aligned. AVX-512 F, BW, DQ and VL are there.
 // SAFETY: contract above.
-#[target_feature(enable = "avx512f,avx512dq")]
-pub unsafe fn pack_weights(s: *const f32, n: usize, to: *mut u8) {
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub unsafe fn pack_weights(form: Form, s: *const f32, n: usize, to: *mut u8) {
+    let scale = _mm512_set1_ps(form.weights());
     for step in 0..n.div_ceil(STEP) {
         let half = |first: usize| {
             // SAFETY: 16 positions of `s`, which has `n` rounded up to 16.
@@ -38,7 +39,9 @@ pub unsafe fn pack_weights(s: *const f32, n: usize, to: *mut u8) {
         };
         let (a, b) = (half(step * STEP), half(step * STEP + LANES));
         for row in 0..LANES {
-            let both = pairs(_mm512_castsi512_ps(a[row]), _mm512_castsi512_ps(b[row]));
+            let a = _mm512_mul_ps(_mm512_castsi512_ps(a[row]), scale);
+            let b = _mm512_mul_ps(_mm512_castsi512_ps(b[row]), scale);
+            let both = form.parts(a, b);
             // SAFETY: the row's place in both parts of this step.
             unsafe {
                 let to = to.add(step * 2 * PART + row * 64);
@@ -49,47 +52,112 @@ pub unsafe fn pack_weights(s: *const f32, n: usize, to: *mut u8) {
     }
 }
 
-/// Packs tiles `[first, first + n)` of V's rows: `[32 positions][tile][hi, lo][pair]` (of BF16 only `hi`). Gives back
-/// whether any value is an infinity or NaN. Rows that are closed or not there are zeros.
+/// The same of a twin panel, `s[position * 8 + row]`: `[32 positions][hi, lo][8 rows]` is one tile.
 ///
 /// # Safety
-/// The rows that are not closed are readable; `to` is 64-byte aligned and writable for two KiB for each tile and 32
-/// positions. AVX-512 F, BW, DQ and VL are there.
+/// As [`pack_weights`], with one KiB for each 32 positions.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn pack_values<T: Split>(v: Source, first: usize, n: usize, to: *mut u8) -> bool {
-    let row = |p: usize| {
-        let open = p < v.rows && v.closed >> p & 1 == 0;
-        if open { v.data.wrapping_add(p * v.stride) } else { std::ptr::null() }
-    };
-    let mut special = 0;
-    for step in 0..v.rows.div_ceil(STEP) {
-        for j in 0..LANES {
-            let (a, b) = (row(step * STEP + j), row(step * STEP + LANES + j));
-            for tile in 0..n {
-                let at = (first + tile) * LANES;
-                // SAFETY: open rows are readable; pair `j` of this step and tile.
-                unsafe {
-                    let (a, b) = (elements::<T>(a, v.d, at), elements::<T>(b, v.d, at));
-                    let both = T::split(a, b);
-                    special |= both.special;
-                    put(T::TWO, both, to.add(((step * WIDTH + tile) * 2 * PART) + j * 64));
-                }
+pub unsafe fn pack_weights_twin(form: Form, s: *const f32, n: usize, to: *mut u8) {
+    let scale = _mm512_set1_ps(form.weights());
+    for first in (0..n).step_by(STEP) {
+        // SAFETY: a position's 8 rows; `s` has `n` positions rounded up to 16.
+        let position = |i: usize| unsafe {
+            if first + i < n.next_multiple_of(LANES) {
+                _mm256_load_si256(s.add((first + i) * TWIN).cast())
+            } else {
+                _mm256_setzero_si256()
+            }
+        };
+        // Rows of positions 0 to 15 first, then those of 16 to 31.
+        let both = |i: usize| _mm512_inserti64x4::<1>(_mm512_castsi256_si512(position(i)), position(i + LANES));
+        let rows = transpose16(std::array::from_fn(both));
+        for row in 0..TWIN {
+            let a = _mm512_mul_ps(_mm512_castsi512_ps(rows[row]), scale);
+            let b = _mm512_mul_ps(_mm512_castsi512_ps(rows[row + TWIN]), scale);
+            let both = form.parts(a, b);
+            // SAFETY: the row's places in this step's tile.
+            unsafe {
+                let to = to.add(first / STEP * PART + row * 64);
+                _mm512_store_si512(to.cast(), both.hi);
+                _mm512_store_si512(to.add(TWIN * 64).cast(), both.lo);
             }
         }
     }
-    special != 0
 }
 
-/// As [`pack_values`], from the split rows of K whose first elements V is: nothing is widened or split again.
+/// Row `p` of V, null where it is closed or not there.
+fn row(v: &Source, p: usize) -> *const u8 {
+    let open = p < v.rows && v.closed >> p & 1 == 0;
+    if open { v.data.wrapping_add(p * v.stride) } else { std::ptr::null() }
+}
+
+/// Packs tiles `[first, first + n)` of V's rows, BF16 or F16: `[32 positions][tile][pair]`. Rows that are closed or not
+/// there are zeros.
+///
+/// # Safety
+/// The rows that are not closed are readable; `to` is 64-byte aligned and writable for a KiB for each tile (of 4) and 32
+/// positions. AVX-512 F, BW and VL are there.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub unsafe fn pack_values<T: Whole>(v: Source, first: usize, n: usize, to: *mut u8, ahead: &mut Ahead) {
+    let whole = (first + n) * LANES <= v.d;
+    for pair in 0..v.rows.div_ceil(STEP) * LANES {
+        let (step, j) = (pair / LANES, pair % LANES);
+        ahead.step();
+        let (a, b) = (row(&v, step * STEP + j), row(&v, step * STEP + LANES + j));
+        // SAFETY: open rows are readable; pair `j` of this step and its tiles.
+        unsafe {
+            let to = to.add(step * WIDTH * PART + j * 64);
+            if whole && n == WIDTH && !a.is_null() && !b.is_null() {
+                let at = first * LANES * 2;
+                for tile in 0..WIDTH {
+                    let both = form::interleave(a.add(at + tile * 32), b.add(at + tile * 32));
+                    _mm512_store_si512(to.add(tile * PART).cast(), both);
+                }
+                continue;
+            }
+            for tile in 0..n {
+                let both = T::interleave(a, b, v.d, (first + tile) * LANES);
+                _mm512_store_si512(to.add(tile * PART).cast(), both);
+            }
+        }
+    }
+}
+
+/// Splits tiles `[first, first + n)` of V's rows: `[32 positions][tile][hi, lo][pair]`. Rows that are closed or not there are
+/// zeros.
+///
+/// # Safety
+/// As [`pack_values`], with two KiB; AVX-512 DQ is there too.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub unsafe fn split_values<T: Split>(v: Source, first: usize, n: usize, to: *mut u8, ahead: &mut Ahead) {
+    for pair in 0..v.rows.div_ceil(STEP) * LANES {
+        let (step, j) = (pair / LANES, pair % LANES);
+        ahead.step();
+        let (a, b) = (row(&v, step * STEP + j), row(&v, step * STEP + LANES + j));
+        for tile in 0..n {
+            let at = (first + tile) * LANES;
+            // SAFETY: open rows are readable; pair `j` of both parts of this step and tile.
+            unsafe {
+                let both = T::split(elements::<T>(a, v.d, at), elements::<T>(b, v.d, at));
+                let to = to.add((step * WIDTH + tile) * 2 * PART + j * 64);
+                _mm512_store_si512(to.cast(), both.hi);
+                _mm512_store_si512(to.add(PART).cast(), both.lo);
+            }
+        }
+    }
+}
+
+/// As [`split_values`], from the split rows of K whose first elements V is: nothing is widened or split again.
 ///
 /// # Safety
 /// `keys` are split rows of `v.rows` positions (rounded up to 16) that have these tiles; `to` as in [`pack_values`].
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub unsafe fn pack_values_of_keys(keys: &[Keys], first: usize, n: usize, to: *mut u8) -> bool {
-    let (lower, exponent) = (_mm512_set1_epi32(0xffff), _mm512_set1_epi16(0x7f80));
-    let mut special = 0;
+pub unsafe fn pack_values_of_keys(keys: &[Keys], first: usize, n: usize, to: *mut u8) {
+    let lower = _mm512_set1_epi32(0xffff);
     for step in 0..keys.len().div_ceil(2) {
         let groups = [keys.get(2 * step), keys.get(2 * step + 1)];
         for tile in 0..n {
@@ -106,27 +174,11 @@ pub unsafe fn pack_values_of_keys(keys: &[Keys], first: usize, n: usize, to: *mu
                 } else {
                     _mm512_or_si512(_mm512_and_si512(a, lower), _mm512_slli_epi32::<16>(b))
                 };
-                special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(both, exponent), exponent);
                 // SAFETY: pair `j` of this step, tile and part.
                 unsafe {
                     _mm512_store_si512(to.add((step * WIDTH + tile) * 2 * PART + part * PART + j * 64).cast(), both)
                 };
             }
-        }
-    }
-    special != 0
-}
-
-/// Stores a pair's parts.
-// SAFETY: 64 bytes at `to`, 64-byte aligned, and the same a part further.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn put(two: bool, both: Pairs, to: *mut u8) {
-    // SAFETY: the caller's contract.
-    unsafe {
-        _mm512_store_si512(to.cast(), both.hi);
-        if two {
-            _mm512_store_si512(to.add(PART).cast(), both.lo);
         }
     }
 }
@@ -152,54 +204,52 @@ pub unsafe fn rescale(w: &Weights, first: usize, n: usize) {
     }
 }
 
-/// Adds 16 rows' weighted sums to tiles `[first, first + n)` of their sums.
+/// Adds a panel's weighted sums to tiles `[first, first + n)` of its sums, of 16 rows: of a twin panel 8 of the weights' hi parts
+/// and 8 of their lo parts.
 ///
 /// # Safety
-/// All tiles are 16 rows x 64 bytes. `p` and `v` hold `w.n` positions (rounded up to 32), `v` as [`pack_values`] left
-/// it for these (1 to 4) tiles; `w.o` has 16 rows.
+/// All tiles are 16 rows x 64 bytes. `p` and `v` hold `w.n` positions (rounded up to 32) in this form, `v` as [`pack_values`] or
+/// [`split_values`] left it for these (1 to 4) tiles; `w.o` has 16 rows.
 // SAFETY: contract above.
-pub unsafe fn weigh(tiles: &Tiles<'_>, split: bool, w: &Weights, p: *const u8, v: *const u8, first: usize, n: usize) {
+pub unsafe fn weigh(tiles: &Tiles<'_>, form: Form, w: &Weights, p: *const u8, v: *const u8, first: usize, n: usize) {
     // SAFETY: the caller's contract.
     unsafe {
-        match (n, split) {
-            (1, false) => products::<1, false>(tiles, w, p, v, first),
-            (2, false) => products::<2, false>(tiles, w, p, v, first),
-            (3, false) => products::<3, false>(tiles, w, p, v, first),
-            (_, false) => products::<4, false>(tiles, w, p, v, first),
-            (1, true) => products::<1, true>(tiles, w, p, v, first),
-            (2, true) => products::<2, true>(tiles, w, p, v, first),
-            (3, true) => products::<3, true>(tiles, w, p, v, first),
-            (_, true) => products::<4, true>(tiles, w, p, v, first),
-        }
+        with_product!(form, product => with_tiles!(n, w.lanes == TWIN, products(tiles, product, w, p, v, first)));
     }
 }
 
 /// `hi hi + lo hi + hi lo`, as for the scores.
 // SAFETY: contract of `weigh`.
-unsafe fn products<const N: usize, const SPLIT: bool>(
+unsafe fn products<const N: usize, const TWIN: bool, P: Product>(
     tiles: &Tiles<'_>,
+    product: P,
     w: &Weights,
     p: *const u8,
     v: *const u8,
     first: usize,
 ) {
     let stride = w.tiles * 64;
+    let bytes = if P::SPLIT { 2 * PART } else { PART };
     // SAFETY: the caller's contract: every address is inside its operand.
     unsafe {
         let o = w.o.add(first * LANES).cast::<u8>();
         each!(N, I => tiles.load::<I>(o.add(I as usize * 64), stride));
         for step in 0..w.n.div_ceil(STEP) {
-            let (p, v) = (p.add(step * 2 * PART), v.add(step * WIDTH * 2 * PART));
+            let (p, v) = (p.add(step * if TWIN { PART } else { 2 * PART }), v.add(step * WIDTH * bytes));
             tiles.load::<4>(p, 64);
-            tiles.load::<5>(p.add(PART), 64);
+            if !TWIN {
+                tiles.load::<5>(p.add(PART), 64);
+            }
             each!(N, I => {
-                let v = v.add(I as usize * 2 * PART);
+                let v = v.add(I as usize * bytes);
                 tiles.load::<6>(v, 64);
-                tiles.dp_bf16::<I, 4, 6>();
-                tiles.dp_bf16::<I, 5, 6>();
-                if SPLIT {
+                product.dp::<I, 4, 6>(tiles);
+                if !TWIN {
+                    product.dp::<I, 5, 6>(tiles);
+                }
+                if P::SPLIT {
                     tiles.load::<7>(v.add(PART), 64);
-                    tiles.dp_bf16::<I, 4, 7>();
+                    product.dp::<I, 4, 7>(tiles);
                 }
             });
         }
@@ -207,25 +257,21 @@ unsafe fn products<const N: usize, const SPLIT: bool>(
     }
 }
 
-/// The same in f32, from V where it lies: for tiles that hold an infinity or NaN, which parts would get wrong.
+/// Makes a panel's sums what they stand for, once all are there: adds those of a twin's lo parts, takes back the weights' factor.
 ///
 /// # Safety
-/// V's rows that are not closed are readable; `w` as in `Attend::weigh`. AVX-512 F, BW and VL are there.
+/// `o` has 16 rows of `16 * tiles` sums, 64-byte aligned; AVX-512 F is there.
 // SAFETY: contract above.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub unsafe fn weigh_in_f32<T: Load>(w: &Weights, v: Source, first: usize, n: usize) {
-    for row in 0..w.rows {
-        for tile in first..first + n {
-            // SAFETY: the row's sums, its weights, and V's rows that are open.
-            unsafe {
-                let at = w.o.add((row * w.tiles + tile) * LANES);
-                let mut sum = _mm512_load_ps(at);
-                for i in (0..v.rows).filter(|i| v.closed >> i & 1 == 0) {
-                    let p = _mm512_set1_ps(*w.p.add(i * w.lanes + row));
-                    sum = _mm512_fmadd_ps(p, elements::<T>(v.data.add(i * v.stride), v.d, tile * LANES), sum);
-                }
-                _mm512_store_ps(at, sum);
-            }
+#[target_feature(enable = "avx512f")]
+pub unsafe fn settle(form: Form, lanes: usize, o: *mut f32, tiles: usize) {
+    let scale = _mm512_set1_ps(1.0 / form.weights());
+    let lo = lanes * tiles * LANES;
+    for i in (0..lo).step_by(LANES) {
+        // SAFETY: `lanes` rows, and as many behind them where a panel is a twin.
+        unsafe {
+            let x = _mm512_load_ps(o.add(i));
+            let x = if lanes == TWIN { _mm512_add_ps(x, _mm512_load_ps(o.add(lo + i))) } else { x };
+            _mm512_store_ps(o.add(i), _mm512_mul_ps(x, scale));
         }
     }
 }
