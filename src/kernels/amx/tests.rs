@@ -161,6 +161,30 @@ fn long_rows_are_the_oracles() {
     check(DType::Bf16, Shape { k: shape.k + 7, ..shape }, 5).unwrap();
 }
 
+/// Rows of which many panels meet a part at a time: on the cache lines and off them, added to what was there, and with the same bits
+/// as fewer panels, which meet whole rows.
+#[test]
+fn parts_of_k_make_whole_rows() {
+    let Some(amx) = amx() else { return };
+    let mut random = Random(8);
+    let (k, n) = (32 * 271, 34);
+    for (offset, add) in [(0usize, false), (32, true)] {
+        let area = Aligned::new(offset + k * n * 2);
+        let values = random.weights(DType::Bf16, k * n);
+        // SAFETY: room for the values behind the offset, that lives as long as the slice.
+        let bytes = unsafe {
+            area.ptr().add(offset).copy_from_nonoverlapping(values.as_ptr(), values.len());
+            std::slice::from_raw_parts(area.ptr().add(offset), values.len())
+        };
+        let w = Weights::contiguous(DType::Bf16, bytes, [k, n, 1]);
+        let x: Vec<_> = (0..100).map(|_| random.vec(k)).collect();
+        let few = Case { w, step: 1, x: x[..64].to_vec() };
+        let many = Case { w, step: 1, x };
+        check_case(amx, &many, add).unwrap();
+        assert_eq!(many.product(amx, 0.5, add)[..64], few.product(amx, 0.5, add), "{offset} bytes off");
+    }
+}
+
 /// `tdpbf16ps` takes denormals for zero; the last column of an odd k goes another way and comes to f32 denormals at most.
 #[test]
 fn denormal_weights_are_zeros() {

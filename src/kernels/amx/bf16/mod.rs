@@ -142,14 +142,14 @@ impl Product<'_> {
         unsafe { self.c.add(at).cast() }
     }
 
-    /// Makes tile `T` zero, or what C holds at `c`.
+    /// Makes tile `T` zero, or where it is added to, what C holds at `c`.
     ///
     /// # Safety
     /// `c` is a tile's place in C.
     // SAFETY: contract above.
     #[inline(always)]
-    unsafe fn begin<const T: u8>(&self, c: *const u8) {
-        if self.add {
+    unsafe fn begin<const T: u8>(&self, c: *const u8, add: bool) {
+        if add {
             // SAFETY: the caller's contract.
             unsafe { self.tiles.load::<T>(c, C_ROW) };
         } else {

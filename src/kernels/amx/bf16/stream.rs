@@ -48,7 +48,7 @@ impl Product<'_> {
         // SAFETY: the caller's contract. `steps` full steps lie inside each row and the panel, and the seam or the last step beside
         // them. C holds 16 lanes for each row of the tile.
         unsafe {
-            self.begin::<0>(self.c(t, 0));
+            self.begin::<0>(self.c(t, 0), self.add);
             tiles.zero::<1>();
             tiles.zero::<2>();
             tiles.zero::<3>();
