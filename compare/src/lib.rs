@@ -30,12 +30,16 @@ fn print(text: &str) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
-/// The command line of this process, as a shell would take it.
-pub fn command_line() -> String {
-    let mut words = std::env::args();
-    let program = words.next().unwrap_or_default();
-    let name = program.rsplit('/').next().unwrap_or_default().to_owned();
-    std::iter::once(name).chain(words.map(|w| quoted(&w))).collect::<Vec<_>>().join(" ")
+/// The command line as a shell would take it: of what started this program in its place (its name, then each word), or of this process.
+pub fn command_line(shown_as: &[String]) -> String {
+    let own = || {
+        let mut words = std::env::args();
+        let program = words.next().unwrap_or_default();
+        std::iter::once(program.rsplit('/').next().unwrap_or_default().to_owned()).chain(words).collect()
+    };
+    let words = if shown_as.is_empty() { own() } else { shown_as.to_vec() };
+    let name = words.iter().take(1).cloned();
+    name.chain(words.iter().skip(1).map(|w| quoted(w))).collect::<Vec<_>>().join(" ")
 }
 
 /// A word as a shell takes it.
@@ -46,6 +50,12 @@ fn quoted(word: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn a_command_line_can_be_pasted() {
+        let words = ["cargo xtask compare", "--extra", "-fa 1"].map(String::from);
+        assert_eq!(super::command_line(&words), "cargo xtask compare --extra '-fa 1'");
+    }
+
     #[test]
     fn words_for_a_shell() {
         assert_eq!(super::quoted("-m=a.gguf"), "-m=a.gguf");

@@ -70,8 +70,8 @@ pub fn compare(ui: &Ui, args: &ToolArgs) -> Result<()> {
     }
     if !args.has(HELP) {
         let words = args.rest.iter().map(|w| w.to_string_lossy());
-        let shown: Vec<_> = ["cargo xtask compare".into()].into_iter().chain(words).collect();
-        command.arg("--shown-as").arg(shown.join(" "));
+        let shown = std::iter::once("cargo xtask compare".into()).chain(words);
+        command.args(shown.map(|word| format!("--shown-as={word}")));
     }
     become_it(command.args(&args.rest))
 }

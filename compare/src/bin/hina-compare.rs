@@ -7,6 +7,6 @@ use hina_compare::compare::{Options, run};
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    let command = options.shown_as.clone().unwrap_or_else(hina_compare::command_line);
+    let command = hina_compare::command_line(&options.shown_as);
     hina_compare::finish(run(&options, &command))
 }

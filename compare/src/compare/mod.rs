@@ -61,7 +61,7 @@ pub fn run(options: &Options, command: &str) -> Result<ExitCode> {
     options.page.as_deref().map(page::plots_of).transpose()?;
     session.save(&dir)?;
     let end = drive::measure(&mut session, &dir, limits);
-    let me = if options.shown_as.is_some() { "cargo xtask compare" } else { "hina-compare" };
+    let me = options.shown_as.first().map_or("hina-compare", String::as_str);
     let again = format!("{me} --resume {}", crate::quoted(&dir.to_string_lossy()));
     report(&session, &dir, options.page.as_deref())
         .with_context(|| format!("what was measured is kept; make room and write it out by {again}"))?;

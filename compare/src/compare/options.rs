@@ -73,9 +73,9 @@ pub struct Options {
     /// Also write a page with command, machine, tables and plots (docs/PERFORMANCE.md); text around an older one is kept
     #[arg(long, value_name = "FILE")]
     pub page: Option<PathBuf>,
-    /// The command line to name in the results
+    /// The command line to name in the results: a program, then each word of it
     #[arg(long, hide = true)]
-    pub shown_as: Option<String>,
+    pub shown_as: Vec<String>,
     /// Go on with an interrupted comparison, with the settings it was begun with; a finished one is only written out again
     #[arg(long, value_name = "DIR", conflicts_with_all = ["models", "llama", "plugin", "linked", "also", "tests", "threads", "rounds", "repeats"])]
     pub resume: Option<PathBuf>,

@@ -6,8 +6,7 @@ mod open;
 
 use std::ops::Range;
 
-use block::Job;
-use open::Block;
+use open::{Coming, Work};
 
 use super::plan::{MAX_BUNDLE, MAX_PANELS, MAX_TILE_ROWS, Plan};
 use super::{Params, sink, slope, weight};
@@ -47,22 +46,6 @@ pub struct Tile<'a, A> {
     s: *mut f32,
     o: *mut f32,
     states: *mut State,
-}
-
-/// A block of all tiles.
-struct Work<'a> {
-    /// As each tile sees it, from the first one on.
-    blocks: &'a [Block],
-    tile: usize,
-    coming: Option<Coming>,
-}
-
-/// The block that comes next: so many rows of so many tiles.
-struct Coming {
-    tile: usize,
-    tiles: usize,
-    start: usize,
-    rows: usize,
 }
 
 /// One of the packed tiles: `rows` from row `row` on, in panels `[first, first + count)`.
@@ -313,25 +296,6 @@ impl<'a, A: Attend> Tile<'a, A> {
         }
         // SAFETY: the caller's contract.
         unsafe { self.weigh_last() };
-    }
-
-    /// What part `i` has to do with a block, if it is open for it.
-    fn job(&self, work: &Work<'_>, i: usize) -> Option<Job> {
-        let block = work.blocks[i];
-        let [k, v] = [&self.params.k, &self.params.v]
-            .map(|view| Source { closed: block.closed, ..self.cache(view, work.tile + i).part(block.start, block.n) });
-        let coming = work.coming.as_ref().map(|coming| self.slice(coming, [i, work.blocks.len()]));
-        (block.closed != u64::MAX >> (64 - block.n)).then_some(Job { part: i, block, coming, k, v })
-    }
-
-    /// Slice `i` of `n` of a block of K and V of all its tiles: what to ask for in time. In the order of the addresses, whoever needs
-    /// it: so the hardware's own prefetchers see it coming.
-    fn slice(&self, of: &Coming, [i, n]: [usize; 2]) -> [Source; 2] {
-        let (first, last) = (of.rows * i / n, of.rows * (i + 1) / n);
-        [&self.params.k, &self.params.v].map(|view| {
-            let s = self.cache(view, of.tile);
-            Source { d: s.d * of.tiles, ..s.part(of.start + first, last - first) }
-        })
     }
 
     /// The rows of a cache tensor that `tile` uses, from position 0.

@@ -1,7 +1,8 @@
-//! Which positions are open: the mask is looked at before K and V, block by block.
+//! Which positions are open, and what comes next: the mask is looked at before K and V, block by block.
 
+use super::block::Job;
 use super::{MAX_BUNDLE, Tile};
-use crate::kernels::attention::Attend;
+use crate::kernels::attention::{Attend, Source};
 
 /// A block of positions that is open for some row.
 #[derive(Clone, Copy)]
@@ -16,7 +17,42 @@ pub struct Block {
     pub masked: u32,
 }
 
+/// A block of all tiles.
+pub struct Work<'a> {
+    /// As each tile sees it, from the first one on.
+    pub blocks: &'a [Block],
+    pub tile: usize,
+    pub coming: Option<Coming>,
+}
+
+/// The block that comes next: so many rows of so many tiles.
+pub struct Coming {
+    pub tile: usize,
+    pub tiles: usize,
+    pub start: usize,
+    pub rows: usize,
+}
+
 impl<A: Attend> Tile<'_, A> {
+    /// What part `i` has to do with a block, if it is open for it.
+    pub(super) fn job(&self, work: &Work<'_>, i: usize) -> Option<Job> {
+        let block = work.blocks[i];
+        let [k, v] = [&self.params.k, &self.params.v]
+            .map(|view| Source { closed: block.closed, ..self.cache(view, work.tile + i).part(block.start, block.n) });
+        let coming = work.coming.as_ref().map(|coming| self.slice(coming, [i, work.blocks.len()]));
+        (block.closed != u64::MAX >> (64 - block.n)).then_some(Job { part: i, block, coming, k, v })
+    }
+
+    /// Slice `i` of `n` of a block of K and V of all its tiles: what to ask for in time. In the order of the addresses, whoever needs
+    /// it: so the hardware's own prefetchers see it coming.
+    fn slice(&self, of: &Coming, [i, n]: [usize; 2]) -> [Source; 2] {
+        let (first, last) = (of.rows * i / n, of.rows * (i + 1) / n);
+        [&self.params.k, &self.params.v].map(|view| {
+            let s = self.cache(view, of.tile);
+            Source { d: s.d * of.tiles, ..s.part(of.start + first, last - first) }
+        })
+    }
+
     /// The first block at or after `start` that is open for some row of the first `tiles` packed tiles, as each of these sees it.
     // SAFETY: the mask rows have `end` values.
     pub(super) unsafe fn open(
