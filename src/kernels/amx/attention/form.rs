@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use super::split::{Pairs, pairs};
 use crate::isa::{Amx, AmxFp16};
 use crate::kernels::amx::tile::Tiles;
-use crate::kernels::avx512::attention::widen::{Bf16, F16, Load};
+use crate::kernels::attention::LANES;
 use crate::tensor::DType;
 
 /// Weights are at most 1: times this they leave F16 all of its exponents.
@@ -85,46 +85,22 @@ pub unsafe fn interleave(a: *const u8, b: *const u8) -> __m512i {
     unsafe { join_pairs(_mm256_loadu_si256(a.cast()), _mm256_loadu_si256(b.cast())) }
 }
 
-/// A cache type that lies in memory as tiles want it.
-pub trait Whole: Load {
-    /// Pairs `(a[j], b[j])` of 16 elements from `at` (a multiple of 16) of two rows of `d`; zeros behind their end and of a null
-    /// row.
-    ///
-    /// # Safety
-    /// A row that is not null is readable; AVX-512 F, BW and VL are there.
-    // SAFETY: contract above.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn interleave(a: *const u8, b: *const u8, d: usize, at: usize) -> __m512i {
-        // SAFETY: the caller's contract.
-        let (a, b) = unsafe { (Self::words(a, d, at), Self::words(b, d, at)) };
-        join_pairs(a, b)
-    }
-
-    /// 16 elements from `at` of a row of `d`.
-    ///
-    /// # Safety
-    /// As [`Whole::interleave`].
-    // SAFETY: contract above.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn words(row: *const u8, d: usize, at: usize) -> __m256i {
-        if row.is_null() {
-            return _mm256_setzero_si256();
-        }
-        let from = row.wrapping_add(at * 2);
-        // SAFETY: elements inside the row; masked ones are not read.
-        unsafe {
-            match d - at {
-                16.. => _mm256_loadu_si256(from.cast()),
-                left => _mm256_maskz_loadu_epi16((1 << left) - 1, from.cast()),
-            }
-        }
-    }
+/// The same of 16 elements of two bytes from `at` of two rows of `d`; zeros behind their end and of a null row.
+///
+/// # Safety
+/// A row that is not null is readable; AVX-512 F, BW and VL are there.
+// SAFETY: contract above.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub unsafe fn interleave_some(a: *const u8, b: *const u8, d: usize, at: usize) -> __m512i {
+    let some = u16::MAX >> (LANES - (d - at).min(LANES));
+    let words = |row: *const u8| {
+        let some = if row.is_null() { 0 } else { some };
+        // SAFETY: masked elements are not read; the others are inside the row.
+        unsafe { _mm256_maskz_loadu_epi16(some, row.wrapping_add(at * 2).cast()) }
+    };
+    join_pairs(words(a), words(b))
 }
-
-impl Whole for Bf16 {}
-impl Whole for F16 {}
 
 /// A product of two tiles.
 pub trait Product: Copy {

@@ -26,7 +26,7 @@ mod values;
 use super::tile::{Config, Session};
 use crate::isa::Amx;
 use crate::kernels::attention::{Ahead, LANES, Source, Weights};
-use crate::kernels::avx512::attention::widen::{Bf16, F16, Q8};
+use crate::kernels::avx512::attention::widen::{F16, Q8};
 use crate::tensor::DType;
 use form::Form;
 use scores::{GROUPS, Keys, Queries};
@@ -261,8 +261,7 @@ impl TileAttention {
                     }
                     (Form::Split, DType::F16) => values::split_values::<F16>(v, first, n, to, ahead),
                     (Form::Split, _) => values::split_values::<Q8>(v, first, n, to, ahead),
-                    (Form::F16(_), _) => values::pack_values::<F16>(v, first, n, to, ahead),
-                    (Form::Bf16, _) => values::pack_values::<Bf16>(v, first, n, to, ahead),
+                    (Form::F16(_) | Form::Bf16, _) => values::pack_values(v, first, n, to, ahead),
                 }
             }
         }

@@ -10,7 +10,7 @@
 
 use std::arch::x86_64::*;
 
-use super::form::{self, Form, Product, Whole, with_product, with_tiles};
+use super::form::{self, Form, Product, with_product, with_tiles};
 use super::scores::{Keys, elements};
 use super::split::Split;
 use super::{PART, STEP, TWIN};
@@ -100,7 +100,7 @@ fn row(v: &Source, p: usize) -> *const u8 {
 /// positions. AVX-512 F, BW and VL are there.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub unsafe fn pack_values<T: Whole>(v: Source, first: usize, n: usize, to: *mut u8, ahead: &mut Ahead) {
+pub unsafe fn pack_values(v: Source, first: usize, n: usize, to: *mut u8, ahead: &mut Ahead) {
     let whole = (first + n) * LANES <= v.d;
     for pair in 0..v.rows.div_ceil(STEP) * LANES {
         let (step, j) = (pair / LANES, pair % LANES);
@@ -118,7 +118,7 @@ pub unsafe fn pack_values<T: Whole>(v: Source, first: usize, n: usize, to: *mut 
                 continue;
             }
             for tile in 0..n {
-                let both = T::interleave(a, b, v.d, (first + tile) * LANES);
+                let both = form::interleave_some(a, b, v.d, (first + tile) * LANES);
                 _mm512_store_si512(to.add(tile * PART).cast(), both);
             }
         }
