@@ -13,6 +13,9 @@ const TILE_ROWS: usize = 64;
 pub const MAX_TILE_ROWS: usize = 128;
 /// Most tiles that a thread takes together, each of at most 16 rows.
 pub const MAX_BUNDLE: usize = MAX_TILE_ROWS / LANES;
+/// Bytes of a block of K and V of tiles that are taken together, at most: as many again are fetched meanwhile, and both should stay in
+/// the smallest second-level caches (1 MiB).
+const BUNDLE_BYTES: usize = 256 << 10;
 /// Most panels: full ones of a tile and two for the rest, or two for each of several tiles.
 pub const MAX_PANELS: usize = 2 * MAX_BUNDLE;
 /// Fewest positions of a chunk: with fewer, merging costs more than it spreads.
@@ -81,10 +84,7 @@ impl Plan {
             p.k.data == p.v.data && p.k.dtype == p.v.dtype && p.k.ne[2..] == p.v.ne[2..] && p.k.nb == p.v.nb && dv <= d;
         let block = if shared && d > 256 { 32 } else { 64 };
         let all_tiles = tiles * groups * streams;
-        let beside =
-            |t: &View<'_>| t.ne[2] == groups && t.nb[2] == t.dtype.row_bytes(t.ne[0]) && t.nb[1] >= t.nb[2] * groups;
-        let few = tiles == 1 && tile_rows <= LANES && beside(&p.k) && beside(&p.v);
-        let bundle = if few { groups.min(MAX_BUNDLE) } else { 1 };
+        let bundle = if tiles == 1 && tile_rows <= LANES { bundle(p, groups, block) } else { 1 };
         let chunk_len = n_kv.div_ceil(ENOUGH_ITEMS.div_ceil(all_tiles)).max(MIN_CHUNK).next_multiple_of(block);
         let chunks = n_kv.div_ceil(chunk_len);
         Some(Self {
@@ -177,6 +177,16 @@ impl Plan {
     pub fn thread_bytes(&self) -> usize {
         self.on_tiles().thread_parts().iter().sum::<usize>() * 4 + 128
     }
+}
+
+/// Most tiles of one stream, of its `groups`, that are taken together in blocks of `block` positions.
+fn bundle(p: &Params<'_>, groups: usize, block: usize) -> usize {
+    let row = |t: &View<'_>| t.dtype.row_bytes(t.ne[0]);
+    let beside = |t: &View<'_>| t.ne[2] == groups && t.nb[2] == row(t) && t.nb[1] >= t.nb[2] * groups;
+    if !(beside(&p.k) && beside(&p.v)) {
+        return 1;
+    }
+    groups.min(MAX_BUNDLE).min(BUNDLE_BYTES / (block * (row(&p.k) + row(&p.v)))).max(1)
 }
 
 fn gcd(a: usize, b: usize) -> usize {
