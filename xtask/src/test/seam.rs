@@ -207,7 +207,7 @@ fn eval_callback(ui: &Ui) -> Result<Outcome> {
 /// Counts of experts are a sum of decisions, and a router that is all but undecided decides otherwise when a sum of f32 before it
 /// is taken in another order: in BF16 one token in 7000 (one in 2700 with flash attention; between stock with it and stock without,
 /// one in 3000). So over the whole text the counts are held against that; over the first 128 tokens they must be
-/// the same, and with F16 weights, of which HiNa has no product, over the whole text and in every sum too.
+/// the same, but for the one row that on some CPU may be such a tie, and with F16 weights, of which HiNa has no product, over the whole text and in every sum too.
 fn imatrix(ui: &Ui) -> Result<Outcome> {
     needs_fit_cpu!();
     let plugin = plugin::ensure(ui)?;
