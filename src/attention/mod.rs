@@ -172,7 +172,7 @@ struct Items<'a> {
 impl<'a> Items<'a> {
     fn new(plan: &'a Plan, w: &'a Worker<'a>) -> Self {
         let mut bundle = plan.bundle;
-        while bundle > 1 && plan.streams * plan.groups.div_ceil(bundle) * plan.chunks < 2 * w.nth() {
+        while bundle > 1 && plan.streams * plan.stream_tiles().div_ceil(bundle) * plan.chunks < 2 * w.nth() {
             bundle = bundle.div_ceil(2);
         }
         Self { plan, w, bundle }
@@ -184,15 +184,10 @@ impl Iterator for Items<'_> {
 
     fn next(&mut self) -> Option<Item> {
         let i = self.w.next();
-        let tiles = self.plan.items() / self.plan.chunks;
-        if self.bundle == 1 {
-            return (i < self.plan.items()).then(|| Item { tiles: i % tiles..i % tiles + 1, chunk: i / tiles });
-        }
-        let (groups, bundles) = (self.plan.groups, self.plan.groups.div_ceil(self.bundle));
-        let (chunk, stream, first) =
-            (i / bundles / self.plan.streams, i / bundles % self.plan.streams, i % bundles * self.bundle);
-        let tile = stream * groups + first;
-        (chunk < self.plan.chunks).then(|| Item { tiles: tile..tile + self.bundle.min(groups - first), chunk })
+        let (tiles, bundles) = (self.plan.stream_tiles(), self.plan.stream_tiles().div_ceil(self.bundle));
+        let (unit, first) = (i / bundles, i % bundles * self.bundle);
+        let (chunk, tile) = (unit / self.plan.streams, unit % self.plan.streams * tiles + first);
+        (chunk < self.plan.chunks).then(|| Item { tiles: tile..tile + self.bundle.min(tiles - first), chunk })
     }
 }
 

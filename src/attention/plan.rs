@@ -111,9 +111,14 @@ impl Plan {
         Self { block: BLOCK, ..self }
     }
 
+    /// Tiles of a stream.
+    pub fn stream_tiles(&self) -> usize {
+        self.tiles * self.groups
+    }
+
     /// Tiles times chunks.
-    pub fn items(&self) -> usize {
-        self.tiles * self.groups * self.streams * self.chunks
+    fn items(&self) -> usize {
+        self.stream_tiles() * self.streams * self.chunks
     }
 
     /// Query rows of the operation.

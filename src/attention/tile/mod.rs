@@ -134,6 +134,9 @@ impl<'a, A: Attend> Tile<'a, A> {
         let rows = 0..self.plan.rows(tiles.start);
         // SAFETY: the caller's contract.
         let mut lost = unsafe { self.rows(tiles.clone(), chunk, rows, true, partial) };
+        if !self.parts[0].on_amx && self.params.mask.is_none() {
+            return;
+        }
         while lost != 0 {
             let i = lost.trailing_zeros() as usize;
             // SAFETY: as above.

@@ -7,7 +7,7 @@
 //! BF16 caches are used as they lie, and F16 ones where tiles multiply F16 (`form.rs`). Other values are two BF16 values,
 //! hi + lo (`split.rs`): exact for F16 caches, 2^-17 for Q8_0's products of a scale and a quant. Queries and weights are
 //! hi + lo of the cache's kind of number. F32 caches have more bits and stay with AVX-512. A product is `hi hi + hi lo + lo hi`
-//! (caches used as they lie have no lo: two), which is f32's but for an error of some 2^-17, or 2^-21 in F16.
+//! (caches used as they lie have no lo: two), which is f32's but for an error of some 2^-16, or 2^-21 in F16.
 //!
 //! A panel of 16 query rows has tiles of its hi parts and tiles of its lo parts. One of up to 8 rows is a *twin*: both are in
 //! one tile, side by side, so that one product does for two.
@@ -64,15 +64,6 @@ pub fn takes(amx: Amx, rows: usize, k: DType, v: DType) -> bool {
 /// Lanes of the next panel when `rows` query rows are left.
 pub const fn panel_lanes(rows: usize) -> usize {
     if rows <= TWIN { TWIN } else { LANES }
-}
-
-/// Which two elements of 32 make pair `j` of a left operand's row, and of the right one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeyOrder {
-    /// `2 j` and `2 j + 1`: as they lie in memory.
-    Memory,
-    /// `j` and `j + 16`: split rows, one shift from vectors of 16.
-    Halves,
 }
 
 /// What a thread has room for.

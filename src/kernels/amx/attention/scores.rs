@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 
 use super::form::{Form, Product, twin, with_product, with_tiles};
 use super::split::{SPECIAL, Split};
-use super::{KeyOrder, PART, STEP, TWIN};
+use super::{PART, STEP, TWIN};
 use crate::kernels::amx::each;
 use crate::kernels::amx::tile::Tiles;
 use crate::kernels::attention::{Ahead, LANES, Source, TILE};
@@ -42,7 +42,6 @@ pub struct Keys {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub unsafe fn pack_queries(form: Form, lanes: usize, panel: *const f32, d: usize, to: *mut u8, unscale: *mut f32) {
     let padded = d.next_multiple_of(LANES);
-    let order = if form.is_split() { KeyOrder::Halves } else { KeyOrder::Memory };
     let mut scale = _mm512_set1_ps(1.0);
     if let Form::F16(_) = form {
         let mut largest = _mm512_setzero_ps();
@@ -58,10 +57,8 @@ pub unsafe fn pack_queries(form: Form, lanes: usize, panel: *const f32, d: usize
     unsafe { _mm512_storeu_ps(unscale, inverse) };
     for pair in 0..d.div_ceil(STEP) * LANES {
         let (step, j) = (pair / LANES, pair % LANES);
-        let (a, b) = match order {
-            KeyOrder::Memory => (2 * j, 2 * j + 1),
-            KeyOrder::Halves => (j, j + LANES),
-        };
+        // Pairs of split keys are one shift from vectors of 16; others are as they lie in memory.
+        let (a, b) = if form.is_split() { (j, j + LANES) } else { (2 * j, 2 * j + 1) };
         // SAFETY: elements of the panel; pair `j` of this step, of both parts.
         unsafe {
             let a = _mm512_mul_ps(element(panel, padded, step * STEP + a), scale);
@@ -98,7 +95,7 @@ fn power_to(to: f32, value: __m512) -> __m512 {
     _mm512_mask_scalef_ps(_mm512_set1_ps(1.0), some, _mm512_set1_ps(1.0), exponent)
 }
 
-/// Splits up to 16 rows of K: `[32 elements][hi, lo][position]`, pairs in the order of [`KeyOrder::Halves`]. Rows
+/// Splits up to 16 rows of K: `[32 elements][hi, lo][position]`, pair `j` of elements `j` and `j + 16`. Rows
 /// that are closed or not there are zeros.
 ///
 /// # Safety
@@ -108,11 +105,10 @@ fn power_to(to: f32, value: __m512) -> __m512 {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub unsafe fn split_rows<T: Split>(from: Source, to: *mut u8) -> Keys {
     for p in 0..LANES {
-        let open = p < from.rows && from.closed >> p & 1 == 0;
+        let row = row(&from, p);
         for step in 0..from.d.div_ceil(STEP) {
             // SAFETY: an open row is readable; row `p` of both parts of this step.
             unsafe {
-                let row = if open { from.data.add(p * from.stride) } else { std::ptr::null() };
                 let both =
                     T::split(elements::<T>(row, from.d, step * STEP), elements::<T>(row, from.d, step * STEP + LANES));
                 let to = to.add(step * 2 * PART + p * 64);
@@ -133,10 +129,10 @@ pub unsafe fn split_rows<T: Split>(from: Source, to: *mut u8) -> Keys {
 #[target_feature(enable = "avx512f,avx512bw")]
 pub unsafe fn copy_rows(from: Source, to: *mut u8) -> Keys {
     for p in 0..LANES {
-        let open = p < from.rows && from.closed >> p & 1 == 0;
+        let row = row(&from, p);
         for step in 0..from.d.div_ceil(STEP) {
-            let some = if open { u32::MAX >> (STEP - (from.d - step * STEP).min(STEP)) } else { 0 };
-            let row = from.data.wrapping_add(p * from.stride + step * STEP * 2);
+            let some = if row.is_null() { 0 } else { u32::MAX >> (STEP - (from.d - step * STEP).min(STEP)) };
+            let row = row.wrapping_add(step * STEP * 2);
             // SAFETY: masked lanes are not read; row `p` of this step.
             unsafe {
                 _mm512_store_si512(to.add(step * PART + p * 64).cast(), _mm512_maskz_loadu_epi16(some, row.cast()))
@@ -144,6 +140,12 @@ pub unsafe fn copy_rows(from: Source, to: *mut u8) -> Keys {
         }
     }
     Keys { data: to, stride: 64, step: PART }
+}
+
+/// Row `p` of a block, null where it is closed or not there.
+pub fn row(from: &Source, p: usize) -> *const u8 {
+    let open = p < from.rows && from.closed >> p & 1 == 0;
+    if open { from.data.wrapping_add(p * from.stride) } else { std::ptr::null() }
 }
 
 /// 16 elements from `at` (a multiple of 16) of a row of `d`, zeros behind its end; all zeros of a null row.

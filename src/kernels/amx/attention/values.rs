@@ -11,7 +11,7 @@
 use std::arch::x86_64::*;
 
 use super::form::{self, Form, Product, with_product, with_tiles};
-use super::scores::{Keys, elements};
+use super::scores::{Keys, elements, row};
 use super::split::Split;
 use super::{PART, STEP, TWIN};
 use crate::kernels::amx::each;
@@ -84,12 +84,6 @@ pub unsafe fn pack_weights_twin(form: Form, s: *const f32, n: usize, to: *mut u8
             }
         }
     }
-}
-
-/// Row `p` of V, null where it is closed or not there.
-fn row(v: &Source, p: usize) -> *const u8 {
-    let open = p < v.rows && v.closed >> p & 1 == 0;
-    if open { v.data.wrapping_add(p * v.stride) } else { std::ptr::null() }
 }
 
 /// Packs tiles `[first, first + n)` of V's rows, BF16 or F16: `[32 positions][tile][pair]`. Rows that are closed or not
