@@ -8,6 +8,7 @@
 //! | `GGML_HINA_PREFILL` | `gpu`, `cpu` | with a GPU present, who runs large batches over weights in host memory |
 //! | `GGML_HINA_NUMA` | `auto`, `off`, `pin` | who computes on which node's pages |
 //! | `GGML_HINA_NUMA_SIM` | `nodes:run_bytes` | for tests: act as if pages lay on so many nodes in turn |
+//! | `GGML_HINA_READ` | `auto`, `stretch`, `streams` | to measure: in which order weight rows are read |
 //! | `GGML_HINA_STATS` | `0`, `1`, a path | counts at exit: `1` to ggml's log, a path (with a `/`) as JSON to that file |
 //! | `GGML_HINA_VERBOSE` | `0`, `1` | one line at start about the CPU |
 //!
@@ -15,6 +16,7 @@
 
 use std::path::PathBuf;
 
+use crate::isa::Reading;
 use crate::numa::tensors::Sim;
 use crate::numa::threads::Mode;
 
@@ -67,6 +69,8 @@ pub struct Config {
     pub fuse: bool,
     /// Who prefills beside a GPU.
     pub prefill: Prefill,
+    /// In which order weight rows are read; none: as is best for the CPU.
+    pub reading: Option<Reading>,
     /// NUMA partitioning.
     pub numa: Mode,
     /// A made-up machine with several nodes, for tests.
@@ -96,6 +100,7 @@ impl Config {
             ("avx2", IsaChoice::Avx2),
         ];
         let numa = [("auto", Mode::Auto), ("off", Mode::Off), ("pin", Mode::Pin)];
+        let reading = [("auto", None), ("stretch", Some(Reading::Stretch)), ("streams", Some(Reading::Streams))];
         let prefill = [("gpu", Prefill::Gpu), ("cpu", Prefill::Cpu)];
         Self {
             disable,
@@ -103,6 +108,7 @@ impl Config {
             verbose,
             isa: pick("GGML_HINA_ISA", &var, &isa, IsaChoice::Auto, &mut warn),
             prefill: pick("GGML_HINA_PREFILL", &var, &prefill, Prefill::Gpu, &mut warn),
+            reading: pick("GGML_HINA_READ", &var, &reading, None, &mut warn),
             numa: pick("GGML_HINA_NUMA", &var, &numa, Mode::Auto, &mut warn),
             numa_sim: numa_sim(&var, &mut warn),
             stats: stats(&var, &mut warn),
@@ -170,16 +176,21 @@ mod tests {
 
     #[test]
     fn values_are_taken_in_any_case() {
-        let (config, warnings) =
-            read(&[("GGML_HINA_ISA", "AMX"), ("GGML_HINA_DISABLE", "1"), ("GGML_HINA_STATS", "./s.json")]);
+        let (config, warnings) = read(&[
+            ("GGML_HINA_ISA", "AMX"),
+            ("GGML_HINA_DISABLE", "1"),
+            ("GGML_HINA_STATS", "./s.json"),
+            ("GGML_HINA_READ", "Stretch"),
+        ]);
         assert_eq!((config.isa, config.disable), (IsaChoice::Amx, true));
         assert_eq!(config.stats, StatsChoice::File("./s.json".into()));
+        assert_eq!(config.reading, Some(Reading::Stretch));
         assert!(warnings.is_empty());
     }
 
     #[test]
     fn empty_values_are_not_set() {
-        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "STATS", "VERBOSE"]
+        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "READ", "STATS", "VERBOSE"]
             .map(|n| format!("GGML_HINA_{n}"));
         let vars: Vec<(&str, &str)> = names.iter().map(|n| (n.as_str(), "")).collect();
         assert_eq!(read(&vars), read(&[]));
@@ -187,7 +198,7 @@ mod tests {
 
     #[test]
     fn each_unknown_value_gets_one_warning_that_names_the_allowed() {
-        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "STATS", "VERBOSE"]
+        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "READ", "STATS", "VERBOSE"]
             .map(|n| format!("GGML_HINA_{n}"));
         let vars: Vec<(&str, &str)> = names.iter().map(|n| (n.as_str(), "maybe")).collect();
         let (config, warnings) = read(&vars);

@@ -5,6 +5,8 @@
 
 use std::marker::PhantomData;
 
+use crate::isa::Reading;
+
 /// Element type of a weight or of the KV cache, in the layout GGUF stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
@@ -105,7 +107,16 @@ impl<'a> Weights<'a> {
         // SAFETY: inside the view, by its contract.
         let data = unsafe { self.data.add(offset) };
         let next = data.wrapping_add(n * self.row_stride);
-        Rows { dtype: self.dtype, data, k: self.k, n, stride: self.row_stride, next, life: PhantomData }
+        Rows {
+            dtype: self.dtype,
+            data,
+            k: self.k,
+            n,
+            stride: self.row_stride,
+            next,
+            reading: Reading::best(),
+            life: PhantomData,
+        }
     }
 
     /// Rows `row, row + step, …` (`n` of them) of one expert.
@@ -150,6 +161,8 @@ pub struct Rows<'a> {
     /// What this thread reads after this block, as far as it knows: a kernel may prefetch from here on. Only a hint; it may
     /// lie anywhere.
     pub next: *const u8,
+    /// In which order to read them: a hint too.
+    pub reading: Reading,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -170,6 +183,11 @@ impl Rows<'_> {
     /// The same rows, with the address that this thread reads next.
     pub fn then(self, next: *const u8) -> Self {
         Self { next, ..self }
+    }
+
+    /// The same rows, to be read in this order.
+    pub fn by(self, reading: Reading) -> Self {
+        Self { reading, ..self }
     }
 
     /// Address of row `i`.

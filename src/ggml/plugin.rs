@@ -25,7 +25,13 @@ pub fn config() -> &'static Config {
 /// The engine that runs, chosen once from the settings and the CPU; none means that this backend offers nothing.
 pub fn isa() -> Option<Isa> {
     static ISA: OnceLock<Option<Isa>> = OnceLock::new();
-    *ISA.get_or_init(|| choose(config().isa))
+    *ISA.get_or_init(|| {
+        if let Some(reading) = config().reading {
+            // Nobody has asked before: rows are read for an engine.
+            reading.prefer();
+        }
+        choose(config().isa)
+    })
 }
 
 /// The line of `GGML_HINA_VERBOSE`: once, before the first graph, when the number of threads is known.

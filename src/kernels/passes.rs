@@ -1,8 +1,48 @@
 //! How the kernels that multiply rows in place go by them: what to prefetch meanwhile, and the passes of the dot form.
 
-use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+use std::arch::x86_64::*;
 
+use crate::isa::Reading;
 use crate::tensor::Rows;
+
+/// Rows that a kernel has in hand side by side: `n` of them from `first` on, `apart` rows apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    pub first: usize,
+    pub n: usize,
+    pub apart: usize,
+    /// The first row of the group behind it.
+    next: Option<usize>,
+}
+
+impl Group {
+    /// Rows `[first, first + n)` of `total`, which is how they all are gone over.
+    pub fn neighbours(first: usize, n: usize, total: usize) -> Self {
+        Self { first, n, apart: 1, next: (first + n < total).then_some(first + n) }
+    }
+
+    /// The number of row `r` of the group.
+    pub fn row(self, r: usize) -> usize {
+        self.first + r * self.apart
+    }
+}
+
+/// All rows in groups of the first of some sizes (the last is 1), then those that are left in groups of the second, and so on.
+///
+/// Streams through contiguous rows begin as far apart as they are long, so that each goes on where it was in the group before.
+pub fn groups<const S: usize>(rows: &Rows<'_>, sizes: [usize; S]) -> impl Iterator<Item = Group> {
+    let (n, streams, mut done) = (rows.n, rows.reading == Reading::Streams && rows.contiguous(), 0);
+    sizes.into_iter().flat_map(move |size| {
+        let (first, count) = (done, (n - done) / size);
+        done += count * size;
+        let behind = (done < n).then_some(done);
+        let (apart, step) = if streams { (count, 1) } else { (1, size) };
+        (0..count).map(move |j| {
+            let next = if j + 1 < count { Some(first + (j + 1) * step) } else { behind };
+            Group { first: first + j * step, n: size, apart, next }
+        })
+    })
+}
 
 /// What lies ahead of the row in hand in the order in which this thread reads: where to prefetch.
 #[derive(Clone, Copy)]
@@ -11,8 +51,12 @@ pub struct Ahead {
     next: *const u8,
 }
 
-/// How far ahead of the rows in hand to prefetch: enough for the latency of memory at one core's share of its bandwidth.
+/// How far ahead of the rows in hand a stretch is prefetched: enough for the latency of memory at one core's share of its bandwidth.
 const AHEAD: usize = 16 << 10;
+
+/// How far ahead in each stream: so near that the CPU has it in L2 by itself. What arithmetic leaves of the CPU's window of instructions
+/// does not reach so far.
+const NEAR: usize = 1 << 10;
 
 impl Ahead {
     pub fn of(rows: &Rows<'_>) -> Self {
@@ -23,23 +67,6 @@ impl Ahead {
     pub fn from(self, at: *const u8) -> *const u8 {
         let ahead = at.wrapping_add(AHEAD);
         if ahead < self.end { ahead } else { self.next.wrapping_add(ahead.addr() - self.end.addr()) }
-    }
-
-    /// Where to prefetch while the rows `[i, i + r)` are in hand, which are read side by side, `step` bytes of each at a time.
-    ///
-    /// Contiguous rows are one stretch, and so is what lies ahead. Rows with gaps (some columns, or rows apart) are followed by
-    /// their like: what is in the gaps is not wanted, and may lie on another NUMA node.
-    pub fn side_by_side(rows: &Rows<'_>, i: usize, r: usize, step: usize) -> Sweep {
-        if rows.contiguous() {
-            return Sweep {
-                at: Self::of(rows).from(rows.row(i)),
-                apart: 64,
-                step: r * step,
-                lines: (r * step).div_ceil(64),
-            };
-        }
-        let at = if i + r < rows.n { rows.row(i + r) } else { rows.next };
-        Sweep { at, apart: rows.stride, step, lines: r }
     }
 
     /// What is read after the `bytes` bytes at `at`: where to prefetch while they are in hand more than once.
@@ -56,15 +83,53 @@ pub struct Sweep {
     apart: usize,
     step: usize,
     lines: usize,
+    /// Whether they are wanted so soon that they should be in L1.
+    near: bool,
+    /// In so many steps, go on elsewhere, so much further.
+    left: usize,
+    jump: usize,
 }
 
 impl Sweep {
-    /// Prefetches line `i` of the step in hand, into the L2 cache, if the step has so many.
+    /// For a group of rows that are read side by side, `step` bytes of each at a time.
+    ///
+    /// As a stretch, contiguous rows are one, and so is what lies ahead. Else each row is a stream: what lies ahead of it is what follows
+    /// in the row, then the row at its place in the next group. What is in gaps is not wanted, and may lie on another NUMA node.
+    pub fn new(rows: &Rows<'_>, group: Group, step: usize) -> Self {
+        let first = rows.row(group.first);
+        if rows.reading == Reading::Stretch && rows.contiguous() {
+            let bytes = group.n * step;
+            let (at, lines) = (Ahead::of(rows).from(first), bytes.div_ceil(64));
+            return Self { at, apart: 64, step: bytes, lines, near: false, left: usize::MAX, jump: 0 };
+        }
+        let bytes = rows.dtype.row_bytes(rows.k);
+        let next = group.next.map_or(rows.next, |next| rows.row(next));
+        let jump = next.addr().wrapping_sub(first.addr() + bytes);
+        let (at, apart) = (first.wrapping_add(NEAR.min(bytes)), group.apart * rows.stride);
+        let (near, left) = (rows.reading == Reading::Streams, bytes.saturating_sub(NEAR) / step);
+        let mut sweep = Self { at, apart, step, lines: group.n, near, left, jump };
+        if sweep.left == 0 {
+            sweep.jump();
+        }
+        sweep
+    }
+
+    fn jump(&mut self) {
+        self.at = self.at.wrapping_add(self.jump);
+    }
+
+    /// Line `i` of the step in hand, if the step has so many.
+    #[inline(always)]
+    fn address(&self, i: usize) -> Option<*const i8> {
+        (i < self.lines).then(|| self.at.wrapping_add(i * self.apart).cast())
+    }
+
+    /// Prefetches line `i` of the step in hand, if the step has so many.
     #[inline(always)]
     pub fn line(&self, i: usize) {
-        if i < self.lines {
+        if let Some(at) = self.address(i) {
             // SAFETY: SSE is part of x86-64, and a prefetch only hints.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.wrapping_add(i * self.apart).cast()) };
+            unsafe { if self.near { _mm_prefetch::<_MM_HINT_T0>(at) } else { _mm_prefetch::<_MM_HINT_T1>(at) } };
         }
     }
 
@@ -78,12 +143,7 @@ impl Sweep {
     /// Prefetches all lines of the step in hand and goes on to the next one.
     #[inline(always)]
     pub fn step(&mut self) {
-        let mut at = self.at;
-        for _ in 0..self.lines {
-            // SAFETY: as in `line`.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
-            at = at.wrapping_add(self.apart);
-        }
+        (0..self.lines).for_each(|i| self.line(i));
         self.advance();
     }
 
@@ -91,20 +151,53 @@ impl Sweep {
     #[inline(always)]
     pub fn advance(&mut self) {
         self.at = self.at.wrapping_add(self.step);
+        self.left = self.left.wrapping_sub(1);
+        if self.left == 0 {
+            self.jump();
+        }
     }
 }
 
-/// A pass of the dot form: some rows from `i` on times some tokens.
+/// A pass of the dot form: a group of rows times some tokens.
 pub struct DotPass<'a> {
     pub rows: Rows<'a>,
-    pub i: usize,
+    pub group: Group,
     pub x: *const u8,
     pub x_stride: usize,
+    /// Where the first token's results begin, for row 0.
     pub y: *mut f32,
     pub ld: usize,
     /// Of each step's cache lines that are to be prefetched, this pass's: all passes together see to all of them, so that
     /// memory works as steadily as the arithmetic.
     pub lines: std::ops::Range<usize>,
+}
+
+impl DotPass<'_> {
+    /// Addresses of the group's rows.
+    pub fn rows<const R: usize>(&self) -> [*const u8; R] {
+        std::array::from_fn(|r| self.rows.row(self.group.row(r)))
+    }
+
+    /// Writes the sums of the pass's token `t` with the group's rows, 4 or 1 of them.
+    ///
+    /// # Safety
+    /// The token is the pass's, whose `y` is the caller's of `dots`.
+    // SAFETY: contract above.
+    #[inline(always)]
+    pub unsafe fn store(&self, t: usize, sums: __m128) {
+        let (group, y) = (self.group, self.y.wrapping_add(t * self.ld));
+        // SAFETY: a result for each row of the group; SSE is part of x86-64.
+        unsafe {
+            if group.n == 4 && group.apart == 1 {
+                return _mm_storeu_ps(y.add(group.first), sums);
+            }
+            let mut lanes = [0f32; 4];
+            _mm_storeu_ps(lanes.as_mut_ptr(), sums);
+            for (r, sum) in lanes.into_iter().enumerate().take(group.n) {
+                y.add(group.row(r)).write(sum);
+            }
+        }
+    }
 }
 
 /// Makes `dots` of a kernel `dot::<rows, tokens>` for 4 rows or 1 and each of some numbers of tokens, up to `$most`.
@@ -118,27 +211,25 @@ macro_rules! dots_by_passes {
         #[target_feature(enable = $features)]
         pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
             let passes = xs.tokens.div_ceil($most);
-            let mut i = 0;
-            while i < rows.n {
-                let n = if i + 4 <= rows.n { 4 } else { 1 };
+            for group in $crate::kernels::passes::groups(&rows, [4, 1]) {
                 let mut t = 0;
                 for pass in 0..passes {
-                    let group = $crate::kernels::passes::even_group(xs.tokens - t, $most);
+                    let tokens = $crate::kernels::passes::even_group(xs.tokens - t, $most);
                     // One line more than rows: 4 rows of Q8_0 advance by 272 bytes.
-                    let lines = (n + 1) * pass / passes..(n + 1) * (pass + 1) / passes;
-                    // SAFETY: row i and token t of the caller's y.
-                    let y = unsafe { y.add(t * ld + i) };
-                    let part = $crate::kernels::passes::DotPass { rows, i, x: xs.row(t), x_stride: xs.stride, y, ld, lines };
-                    // SAFETY: rows i .. i + n and tokens t .. t + group lie inside.
+                    let lines = (group.n + 1) * pass / passes..(group.n + 1) * (pass + 1) / passes;
+                    // SAFETY: token t of the caller's y.
+                    let y = unsafe { y.add(t * ld) };
+                    let (x, x_stride) = (xs.row(t), xs.stride);
+                    let part = $crate::kernels::passes::DotPass { rows, group, x, x_stride, y, ld, lines };
+                    // SAFETY: the group's rows and tokens t .. t + tokens lie inside.
                     unsafe {
-                        match (n, group) {
+                        match (group.n, tokens) {
                             $((4, $tokens) => dot::<4, $tokens>(part), (_, $tokens) => dot::<1, $tokens>(part),)*
                             _ => unreachable!("groups have at most {} tokens", $most),
                         }
                     }
-                    t += group;
+                    t += tokens;
                 }
-                i += n;
             }
         }
     };
@@ -148,4 +239,82 @@ pub(super) use dots_by_passes;
 /// Sizes of the next group when `left` items are done in groups of at most `most`, as even as can be.
 pub fn even_group(left: usize, most: usize) -> usize {
     left.div_ceil(left.div_ceil(most))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{DType, Weights};
+
+    fn rows(bytes: &[u8], k: usize, n: usize, reading: Reading) -> Rows<'_> {
+        Weights::contiguous(DType::Bf16, bytes, [k, n, 1]).rows(0, 0, n).by(reading)
+    }
+
+    #[test]
+    fn groups_have_each_row_once() {
+        let bytes = [0; 64 * 100];
+        for (n, reading) in (1..50).flat_map(|n| Reading::ALL.map(|reading| (n, reading))) {
+            let all = groups(&rows(&bytes, 64, n, reading), [16, 4, 1]).collect::<Vec<_>>();
+            let mut seen: Vec<_> = all.iter().flat_map(|g| (0..g.n).map(|r| g.row(r))).collect();
+            assert!(
+                all.windows(2).all(|pair| pair[0].next == Some(pair[1].first)) && all[all.len() - 1].next.is_none()
+            );
+            seen.sort_unstable();
+            assert_eq!(seen, (0..n).collect::<Vec<_>>(), "{n} {reading:?}");
+        }
+    }
+
+    #[test]
+    fn streams_go_on_where_they_were_but_not_through_gaps() {
+        let bytes = [0; 64 * 100];
+        let streams = rows(&bytes, 32, 48, Reading::Streams);
+        let first: Vec<_> = groups(&streams, [16, 4, 1]).map(|g| (g.first, g.apart)).collect();
+        assert_eq!(first, [(0, 3), (1, 3), (2, 3)]);
+        let gaps = streams.columns(0, 16);
+        let first: Vec<_> = groups(&gaps, [16, 4, 1]).map(|g| (g.first, g.apart)).collect();
+        assert_eq!(first, [(0, 1), (16, 1), (32, 1)]);
+    }
+
+    /// The lines that are prefetched while all groups of 4 rows go by, as offsets from the first row, sorted.
+    fn prefetched(rows: Rows<'_>, step: usize) -> Vec<usize> {
+        let mut lines = vec![];
+        for group in groups(&rows, [4, 1]) {
+            let mut sweep = Sweep::new(&rows, group, step);
+            for _ in 0..rows.k * 2 / step {
+                lines
+                    .extend((0..8).filter_map(|i| sweep.address(i)).map(|at| at.addr().wrapping_sub(rows.data.addr())));
+                sweep.advance();
+            }
+        }
+        lines.sort_unstable();
+        lines
+    }
+
+    #[test]
+    fn each_line_ahead_is_prefetched_once_then_the_next_blocks_first() {
+        let bytes = vec![0; 4096 * 8];
+        let next = 1 << 20;
+        for k in [2048, 768, 256] {
+            let rows = rows(&bytes, k, 8, Reading::Streams).then(bytes.as_ptr().wrapping_add(next));
+            let (stream, near) = (2 * k * 2, NEAR.min(k * 2));
+            let rest = |r: usize| (r * stream + near..(r + 1) * stream).step_by(64);
+            let start = |r: usize| (next + r * stream..next + r * stream + near).step_by(64);
+            let want: Vec<_> = (0..4).flat_map(rest).chain((0..4).flat_map(start)).collect();
+            assert_eq!(prefetched(rows, 64), want, "k {k}");
+        }
+    }
+
+    #[test]
+    fn a_stretch_is_prefetched_far_ahead_and_gaps_never_are() {
+        let bytes = vec![0; 4096 * 8];
+        let next = bytes.as_ptr().wrapping_add(1 << 20);
+        let stretch = rows(&bytes, 2048, 8, Reading::Stretch).then(next);
+        let want: Vec<_> = (AHEAD..4096 * 8).step_by(64).chain(((1 << 20)..(1 << 20) + AHEAD).step_by(64)).collect();
+        assert_eq!(prefetched(stretch, 64), want);
+        for reading in Reading::ALL {
+            let gaps = rows(&bytes, 2048, 8, reading).columns(0, 256).then(next);
+            let inside = |at: &usize| at % 4096 < 512;
+            assert!(prefetched(gaps, 64).iter().all(inside), "{reading:?}");
+        }
+    }
 }

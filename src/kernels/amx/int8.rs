@@ -41,6 +41,8 @@ struct RowTile {
     stride: usize,
     height: usize,
     fresh: Range<usize>,
+    /// From a row of C to the next.
+    c_row: usize,
     /// What is read after these rows.
     next: *const u8,
 }
@@ -51,7 +53,7 @@ struct RowTile {
 /// As [`super::Engine::product`], for Q8_0.
 // SAFETY: contract above.
 pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
-    let tiling = Tiling::new(rows.n);
+    let tiling = Tiling::by(rows.reading, rows.n);
     let tiles = session.configure(&config(tiling.height));
     let _avx512 = amx.avx512();
     let mut buffers = Buffers { scales: Lines([[0.0; 16]; CHUNK]), c: [const { Lines([[0; 16]; TILE]) }; 2] };
@@ -59,9 +61,10 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
         let start = tiling.start(t);
         let tile = RowTile {
             first: rows.row(start),
-            stride: rows.stride,
+            stride: rows.stride * tiling.apart,
             height: tiling.height,
-            fresh: t * TILE - start..tiling.height,
+            fresh: tiling.fresh(t),
+            c_row: PANEL * tiling.apart,
             next: if t + 1 < tiling.count() { rows.row(tiling.start(t + 1)) } else { rows.next },
         };
         // SAFETY: the caller's contract; the tile's rows exist, and C has 16 lanes for each; the token proves AVX-512.
@@ -108,13 +111,13 @@ unsafe fn row_tile(
                     ahead,
                 };
                 let c = c.add(p * n * PANEL);
-                let mut acc = if add || chunk > 0 { load(c, &tile.fresh) } else { [_mm512_setzero_ps(); TILE] };
+                let mut acc = if add || chunk > 0 { load(c, tile) } else { [_mm512_setzero_ps(); TILE] };
                 if p == 0 {
                     run.all::<true>(buffers, count, &mut acc);
                 } else {
                     run.all::<false>(buffers, count, &mut acc);
                 }
-                store(c, &tile.fresh, &acc);
+                store(c, tile, &acc);
             }
         }
     }
@@ -146,11 +149,11 @@ unsafe fn gather_scales(tile: &RowTile, weights: *const u8, scales: &mut [[f32; 
 /// `c` has 16 lanes for each row of `fresh`; AVX-512 F is there.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f")]
-unsafe fn load(c: *const f32, fresh: &Range<usize>) -> [__m512; TILE] {
+unsafe fn load(c: *const f32, tile: &RowTile) -> [__m512; TILE] {
     std::array::from_fn(|row| {
-        if fresh.contains(&row) {
+        if tile.fresh.contains(&row) {
             // SAFETY: the caller's contract; C is 64-byte aligned.
-            unsafe { _mm512_load_ps(c.add(row * PANEL)) }
+            unsafe { _mm512_load_ps(c.add(row * tile.c_row)) }
         } else {
             _mm512_setzero_ps()
         }
@@ -163,11 +166,11 @@ unsafe fn load(c: *const f32, fresh: &Range<usize>) -> [__m512; TILE] {
 /// As [`load`], writable.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f")]
-unsafe fn store(c: *mut f32, fresh: &Range<usize>, acc: &[__m512; TILE]) {
+unsafe fn store(c: *mut f32, tile: &RowTile, acc: &[__m512; TILE]) {
     for (row, &acc) in acc.iter().enumerate() {
-        if fresh.contains(&row) {
+        if tile.fresh.contains(&row) {
             // SAFETY: the caller's contract; C is 64-byte aligned.
-            unsafe { _mm512_store_ps(c.add(row * PANEL), acc) };
+            unsafe { _mm512_store_ps(c.add(row * tile.c_row), acc) };
         }
     }
 }
@@ -236,7 +239,8 @@ impl Run<'_> {
             tiles.dp_i8::<C, A, B>();
             tiles.store::<C>(c.0.as_mut_ptr().cast(), C_ROW);
         }
-        if FIRST {
+        // A line of each row is about two blocks.
+        if FIRST && b.is_multiple_of(2) {
             prefetch::<true>(self.ahead.wrapping_add(b * Q8_0_BYTES), self.stride);
         }
     }

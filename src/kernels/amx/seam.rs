@@ -57,15 +57,15 @@ impl Seam {
         self.head
     }
 
-    /// The tile of weight rows `[first, first + n)`, at most 16; further rows are unspecified.
+    /// The tile of `n` weight rows, at most 16, from `first` on and `apart` rows apart; further rows are unspecified.
     ///
     /// # Safety
     /// The rows exist, and this is their seam.
     // SAFETY: contract above.
     #[inline]
-    pub unsafe fn weights(&self, rows: &Rows<'_>, first: usize, n: usize) -> SeamTile {
+    pub unsafe fn weights(&self, rows: &Rows<'_>, first: usize, n: usize, apart: usize) -> SeamTile {
         // SAFETY: the caller's contract; the token proves AVX-512.
-        unsafe { weights(rows, first, n, self.head) }
+        unsafe { weights(rows, |i| rows.row(first + i * apart), n, self.head) }
     }
 
     /// The tile of a panel of `k` columns, for these rows.
@@ -83,11 +83,11 @@ impl Seam {
 
 // SAFETY: as `Seam::weights`; AVX-512 F is there.
 #[target_feature(enable = "avx512f")]
-unsafe fn weights(rows: &Rows<'_>, first: usize, n: usize, head: usize) -> SeamTile {
+unsafe fn weights(rows: &Rows<'_>, row: impl Fn(usize) -> *const u8, n: usize, head: usize) -> SeamTile {
     let mut tile = SeamTile::unused();
     let before: __mmask16 = (1 << (head / PAIR)) - 1;
     for i in 0..n {
-        let row = rows.row(first + i);
+        let row = row(i);
         // SAFETY: the first `head` bytes of the row, and of its last 64 those behind as many; nothing masked out is touched.
         unsafe {
             let start = _mm512_maskz_loadu_epi32(before, row.cast());

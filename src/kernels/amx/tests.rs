@@ -4,12 +4,12 @@ use proptest::prelude::*;
 
 use super::tile::{Config, Session};
 use super::{AmxEngine, Tiling};
-use crate::isa::Amx;
+use crate::isa::{Amx, Reading};
 use crate::kernels::Engine;
 use crate::kernels::Vectors;
 use crate::kernels::reference::{magnitudes, matvec, nmse, nmse_against};
 use crate::pack::{PANEL, Panels, panel_bytes};
-use crate::tensor::{DType, QK8_0, Weights};
+use crate::tensor::{DType, QK8_0, Rows, Weights};
 use crate::testing::{Aligned, Guarded, Random, amx};
 
 fn panels(amx: Amx, dtype: DType, k: usize, x: &[Vec<f32>]) -> Aligned {
@@ -31,13 +31,20 @@ struct Case<'a> {
 }
 
 impl Case<'_> {
-    fn rows(&self) -> crate::tensor::Rows<'_> {
+    fn rows(&self) -> Rows<'_> {
         self.w.rows_apart(0, 0, self.step, self.w.n.div_ceil(self.step))
     }
 
-    /// The C block, which was `before` everywhere, as `[token][row]`.
+    /// The C block, which was `before` everywhere, as `[token][row]`: the same bits in whichever order the rows are read.
     fn product(&self, amx: Amx, before: f32, add: bool) -> Vec<Vec<f32>> {
-        let (rows, tokens) = (self.rows(), self.x.len());
+        let [stretch, streams] = Reading::ALL.map(|reading| self.product_by(reading, amx, before, add));
+        let bits = |y: &[Vec<f32>]| y.concat().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(&stretch), bits(&streams));
+        stretch
+    }
+
+    fn product_by(&self, reading: Reading, amx: Amx, before: f32, add: bool) -> Vec<Vec<f32>> {
+        let (rows, tokens) = (self.rows().by(reading), self.x.len());
         let px = panels(amx, self.w.dtype, self.w.k, &self.x);
         let c = Aligned::new(tokens.div_ceil(PANEL) * rows.n * PANEL * 4);
         let engine = AmxEngine::new(amx);
@@ -62,13 +69,8 @@ struct Shape {
 }
 
 fn shapes(k: impl Strategy<Value = usize>) -> impl Strategy<Value = Shape> {
-    (k, 1usize..80, 1usize..66, 1usize..3, any::<bool>()).prop_map(|(k, n, tokens, step, add)| Shape {
-        k,
-        n,
-        tokens,
-        step,
-        add,
-    })
+    let n = prop_oneof![1usize..80, (1usize..6).prop_map(|tiles| tiles * 16)];
+    (k, n, 1usize..66, 1usize..3, any::<bool>()).prop_map(|(k, n, tokens, step, add)| Shape { k, n, tokens, step, add })
 }
 
 /// The weights end at a page that must not be read, so their base is as aligned as chance has it.
@@ -302,7 +304,7 @@ fn a_thread_without_configuration_stays_without() {
 #[test]
 fn tiles_cover_all_rows_and_overlap_only_in_their_group() {
     for n in 1..200 {
-        let tiling = Tiling::new(n);
+        let tiling = Tiling::neighbours(n);
         for size in [2, 4] {
             let groups: Vec<_> = tiling.groups(size).collect();
             let all: Vec<_> = groups.iter().cloned().flatten().collect();
@@ -315,5 +317,19 @@ fn tiles_cover_all_rows_and_overlap_only_in_their_group() {
             }
             assert_eq!(done, n);
         }
+    }
+}
+
+#[test]
+fn tiles_have_each_row_once_as_a_new_one() {
+    for (n, reading) in (1..200).flat_map(|n| Reading::ALL.map(|reading| (n, reading))) {
+        let tiling = Tiling::by(reading, n);
+        let rows = |t: usize| tiling.fresh(t).map(move |r| tiling.start(t) + r * tiling.apart);
+        let mut all: Vec<_> = (0..tiling.count()).flat_map(rows).collect();
+        all.sort_unstable();
+        assert_eq!(all, (0..n).collect::<Vec<_>>(), "{reading:?}");
+        // Each tile goes on where the one before it was.
+        let streams = reading == Reading::Streams && n % 16 == 0;
+        assert!(!streams || (1..tiling.count()).all(|t| tiling.start(t) == tiling.start(t - 1) + 1), "{n}");
     }
 }

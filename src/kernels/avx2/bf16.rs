@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 
 use super::pieces::{Piece, ROWS, for_rows, pieces};
 use super::sums::{settle, store_sums};
-use crate::kernels::passes::{Ahead, DotPass, Sweep, dots_by_passes};
+use crate::kernels::passes::{DotPass, Group, Sweep, dots_by_passes};
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
 
@@ -64,7 +64,7 @@ unsafe fn all_panels<const R: usize>(piece: &Piece<'_>, wide: *mut Step, c: *mut
         at: 0,
         left: rows.k,
         last: &raw mut last,
-        ahead: Ahead::side_by_side(rows, piece.i, R, 64),
+        ahead: Sweep::new(rows, Group::neighbours(piece.i, R, rows.n), 64),
     };
     // SAFETY: the first panel leaves all columns widened; each panel has its own C block.
     unsafe {
@@ -201,13 +201,13 @@ dots_by_passes!("avx2,fma", 3, [1 2 3]);
 #[target_feature(enable = "avx2,fma")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { rows, i, x, x_stride, y, ld, lines } = pass;
+    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
     let k = rows.k;
-    let mut w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let mut w: [*const u8; R] = pass.rows();
     let mut x: [*const u8; T] = std::array::from_fn(|t| x.wrapping_add(t * x_stride));
     let mut last = [[0u16; 32]; R];
     let mut acc = [[_mm256_setzero_ps(); T]; R];
-    let mut ahead = Ahead::side_by_side(&rows, i, R, 64).only(lines);
+    let mut ahead = Sweep::new(rows, group, 64).only(lines.clone());
     for at in (0..k).step_by(32) {
         ahead.step();
         if at + 32 > k {
@@ -237,6 +237,6 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
         w = w.map(|w| w.wrapping_add(64));
         x = x.map(|x| x.wrapping_add(128));
     }
-    // SAFETY: R rows and T tokens of the caller's.
-    unsafe { store_sums(&acc, y, ld) };
+    // SAFETY: the pass is the caller's.
+    unsafe { store_sums(&acc, &pass) };
 }

@@ -11,7 +11,7 @@ use std::arch::x86_64::*;
 
 use super::pieces::{Piece, ROWS, for_rows, pieces};
 use super::sums::{settle, store_sums};
-use crate::kernels::passes::{Ahead, DotPass, Sweep, dots_by_passes};
+use crate::kernels::passes::{DotPass, Group, Sweep, dots_by_passes};
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK, Q8_ROW_BLOCK, TokenRows};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 
@@ -64,7 +64,7 @@ unsafe fn all_panels<const R: usize>(piece: &Piece<'_>, ready: *mut Block, c: *m
     let size = (rows.k / QK8_0, add);
     let mut source = Source::<R> {
         rows: std::array::from_fn(|r| rows.row(piece.i + r)),
-        ahead: Ahead::side_by_side(rows, piece.i, R, Q8_0_BYTES),
+        ahead: Sweep::new(rows, Group::neighbours(piece.i, R, rows.n), Q8_0_BYTES),
     };
     // SAFETY: the first panel leaves all blocks ready; each panel has its own C block.
     unsafe {
@@ -166,10 +166,10 @@ dots_by_passes!("avx2,fma,f16c", 3, [1 2 3]);
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { rows, i, x, x_stride, y, ld, lines } = pass;
-    let mut w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
+    let mut w: [*const u8; R] = pass.rows();
     let mut acc = [[_mm256_setzero_ps(); T]; R];
-    let mut ahead = Ahead::side_by_side(&rows, i, R, 2 * Q8_0_BYTES).only(lines);
+    let mut ahead = Sweep::new(rows, group, 2 * Q8_0_BYTES).only(lines.clone());
     for b in 0..rows.k / QK8_0 {
         if b % 2 == 0 {
             ahead.step();
@@ -193,6 +193,6 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
         }
         w = w.map(|w| w.wrapping_add(Q8_0_BYTES));
     }
-    // SAFETY: R rows and T tokens of the caller's.
-    unsafe { store_sums(&acc, y, ld) };
+    // SAFETY: the pass is the caller's.
+    unsafe { store_sums(&acc, &pass) };
 }

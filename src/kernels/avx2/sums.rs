@@ -4,6 +4,8 @@
 
 use std::arch::x86_64::*;
 
+use crate::kernels::passes::DotPass;
+
 /// No instruction, but a place where all these sums (arrays of vectors) are in registers, and before which no later
 /// load is moved. With 12 sums the compiler has four registers left: without such places it mixes the steps of a loop
 /// until sums go to memory.
@@ -25,20 +27,15 @@ pub fn sums4(v: [__m256; 4]) -> __m128 {
     _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps::<1>(abcd))
 }
 
-/// Writes the sums of `T` tokens with `R` rows (4 or 1): token `t`'s to `y + t * ld`.
+/// Writes the sums of a pass of `T` tokens and `R` rows (4 or 1).
 #[inline]
 #[target_feature(enable = "avx2")]
-// SAFETY: contract: `y` is writable there for `R` f32.
-pub unsafe fn store_sums<const R: usize, const T: usize>(acc: &[[__m256; T]; R], y: *mut f32, ld: usize) {
+// SAFETY: contract: of `DotPass::store`.
+pub unsafe fn store_sums<const R: usize, const T: usize>(acc: &[[__m256; T]; R], pass: &DotPass<'_>) {
     for t in 0..T {
         let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm256_setzero_ps() }));
-        // SAFETY: R sums of token t.
-        unsafe {
-            match R {
-                4 => _mm_storeu_ps(y.add(t * ld), sums),
-                _ => _mm_store_ss(y.add(t * ld), sums),
-            }
-        }
+        // SAFETY: a token of the pass.
+        unsafe { pass.store(t, sums) };
     }
 }
 

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::{bf16, int8};
-use crate::isa::{Avx2, Bf16Form};
+use crate::isa::{Avx2, Bf16Form, Reading};
 use crate::kernels::Vectors;
 use crate::kernels::reference::{Reference, magnitudes, matvec};
 use crate::pack::{PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
@@ -73,8 +73,14 @@ fn product(rows: Rows<'_>, panels: Panels<'_>) -> Vec<Vec<f32>> {
     (0..panels.tokens).map(|t| (0..rows.n).map(|i| lane(t, i)).collect()).collect()
 }
 
-/// The dot form: `[token][row]`.
+/// The dot form: `[token][row]`, with the same bits in whichever order the rows are read.
 fn dots(rows: Rows<'_>, xs: TokenRows<'_>) -> Vec<Vec<f32>> {
+    let [stretch, streams] = Reading::ALL.map(|reading| dots_of(rows.by(reading), xs));
+    assert_eq!(bits(&stretch), bits(&streams));
+    stretch
+}
+
+fn dots_of(rows: Rows<'_>, xs: TokenRows<'_>) -> Vec<Vec<f32>> {
     let ld = rows.n + 3;
     let mut y = vec![f32::NAN; xs.tokens * ld];
     let dots = if rows.dtype == DType::Q8_0 { int8::dots } else { bf16::dots };

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::transpose::sums4;
-use crate::kernels::passes::{Ahead, DotPass, dots_by_passes, even_group};
+use crate::kernels::passes::{DotPass, Group, Sweep, dots_by_passes, even_group, groups};
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
 
@@ -79,31 +79,31 @@ pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool)
 // SAFETY: as `panels`.
 unsafe fn streamed<const R: usize, const P: usize>(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     let x: [*const u8; P] = std::array::from_fn(|p| panels.panel(p));
-    let mut i = 0;
-    // SAFETY: rows below n.
-    unsafe {
-        while i + R <= rows.n {
-            stream::<R, P>(rows, i, x, c, add);
-            i += R;
-        }
-        while i + 4 <= rows.n {
-            stream::<4, P>(rows, i, x, c, add);
-            i += 4;
-        }
-        while i < rows.n {
-            stream::<1, P>(rows, i, x, c, add);
-            i += 1;
+    for group in groups(&rows, [R, 4, 1]) {
+        // SAFETY: the group's rows are below n.
+        unsafe {
+            match group.n {
+                4 => stream::<4, P>(rows, group, x, c, add),
+                1 => stream::<1, P>(rows, group, x, c, add),
+                _ => stream::<R, P>(rows, group, x, c, add),
+            }
         }
     }
 }
 
-/// Rows `[i, i + R)` of `streamed`.
+/// A group of `R` rows of `streamed`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,fma")]
 // SAFETY: as `panels`.
-unsafe fn stream<const R: usize, const P: usize>(rows: Rows<'_>, i: usize, x: [*const u8; P], c: *mut f32, add: bool) {
+unsafe fn stream<const R: usize, const P: usize>(
+    rows: Rows<'_>,
+    group: Group,
+    x: [*const u8; P],
+    c: *mut f32,
+    add: bool,
+) {
     let (n, k) = (rows.n, rows.k);
-    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(group.row(r)));
     let mut wide = [const { MaybeUninit::<Wide32<R>>::uninit() }; 2];
     let wide: [*mut f32; 2] = wide.each_mut().map(|w| w.as_mut_ptr().cast());
     // SAFETY: room for R rows; columns at .. at + 32 of row r, as far as they are below k.
@@ -112,8 +112,8 @@ unsafe fn stream<const R: usize, const P: usize>(rows: Rows<'_>, i: usize, x: [*
         _mm512_store_ps(to.add(r * 32), even(v));
         _mm512_store_ps(to.add(r * 32 + 16), odd(v));
     };
-    // SAFETY: C rows i .. i + R of P panels.
-    let c = |r: usize, p: usize| unsafe { c.add((p * n + i + r) * PANEL) };
+    // SAFETY: C rows of the group and P panels.
+    let c = |r: usize, p: usize| unsafe { c.add((p * n + group.row(r)) * PANEL) };
     let mut acc = [[_mm512_setzero_ps(); P]; R];
     if add {
         for r in 0..R {
@@ -123,7 +123,7 @@ unsafe fn stream<const R: usize, const P: usize>(rows: Rows<'_>, i: usize, x: [*
             }
         }
     }
-    let mut ahead = Ahead::side_by_side(&rows, i, R, 64);
+    let mut ahead = Sweep::new(&rows, group, 64);
     (0..R).filter(|_| k > 0).for_each(|r| widen(wide[0], r, 0));
     for at in (0..k).step_by(32) {
         let (now, next) = (wide[at / 32 % 2], wide[(at / 32 + 1) % 2]);
@@ -163,12 +163,12 @@ dots_by_passes!("avx512f,avx512bw,fma", 5, [1 2 3 4 5]);
 #[target_feature(enable = "avx512f,avx512bw,fma")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { rows, i, x, x_stride, y, ld, lines } = pass;
+    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
     let (x, x_stride) = (x.cast::<f32>(), x_stride / 4);
     let k = rows.k;
-    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let w: [*const u8; R] = pass.rows();
     let mut acc = [[_mm512_setzero_ps(); T]; R];
-    let mut ahead = Ahead::side_by_side(&rows, i, R, 64);
+    let mut ahead = Sweep::new(rows, group, 64);
     let step = |at: usize, w: [__m512i; R], acc: &mut [[__m512; T]; R]| {
         let halves: [[__m512; R]; 2] = [std::array::from_fn(|r| even(w[r])), std::array::from_fn(|r| odd(w[r]))];
         for (half, w) in halves.iter().enumerate() {
@@ -195,12 +195,7 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
     }
     for t in 0..T {
         let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
-        // SAFETY: R sums of token t.
-        unsafe {
-            match R {
-                4 => _mm_storeu_ps(y.add(t * ld), sums),
-                _ => _mm_store_ss(y.add(t * ld), sums),
-            }
-        }
+        // SAFETY: a token of the pass.
+        unsafe { pass.store(t, sums) };
     }
 }

@@ -7,7 +7,7 @@
 use std::arch::x86_64::*;
 
 use crate::kernels::avx512::transpose::sums4;
-use crate::kernels::passes::{Ahead, DotPass, dots_by_passes, even_group};
+use crate::kernels::passes::{Ahead, DotPass, Sweep, dots_by_passes, even_group};
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
 
@@ -163,11 +163,11 @@ dots_by_passes!("avx512f,avx512bw,avx512vl,avx512bf16", 6, [1 2 3 4 5 6]);
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { rows, i, x, x_stride, y, ld, lines } = pass;
+    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
     let k = rows.k;
-    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let w: [*const u8; R] = pass.rows();
     let mut acc = [[_mm512_setzero_ps(); T]; R];
-    let mut ahead = Ahead::side_by_side(&rows, i, R, 64);
+    let mut ahead = Sweep::new(rows, group, 64);
     // SAFETY: whole vectors below k, then the last elements under a mask; token rows are padded with zeros.
     unsafe {
         let step = |j: usize, w: [__m512bh; R], acc: &mut [[__m512; T]; R]| {
@@ -191,12 +191,7 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
     }
     for t in 0..T {
         let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
-        // SAFETY: R sums of token t.
-        unsafe {
-            match R {
-                4 => _mm_storeu_ps(y.add(t * ld), sums),
-                _ => _mm_store_ss(y.add(t * ld), sums),
-            }
-        }
+        // SAFETY: a token of the pass.
+        unsafe { pass.store(t, sums) };
     }
 }

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::{bf16_fma, bf16_pairs, int8, pack};
-use crate::isa::{Avx512, Bf16Form};
+use crate::isa::{Avx512, Bf16Form, Reading};
 use crate::kernels::Vectors;
 use crate::kernels::reference::{magnitudes, matvec};
 use crate::pack::{PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
@@ -32,10 +32,9 @@ fn forms(dtype: DType) -> Vec<(Bf16Form, Product, Dots)> {
     }
 }
 
-/// All tokens through every form: `[form][token][row]`.
+/// All tokens through every form, and both ways of reading: `[form][token][row]`.
 fn products(isa: Avx512, w: &Weights<'_>, x: &[Vec<f32>]) -> Vec<Vec<Vec<f32>>> {
     let (n, k, tokens) = (w.n, w.k, x.len());
-    let rows = w.rows(0, 0, n);
     let panels = tokens.div_ceil(PANEL);
     let px = Aligned::new(panels * panel_bytes(w.dtype, k));
     for (p, chunk) in x.chunks(PANEL).enumerate() {
@@ -44,7 +43,10 @@ fn products(isa: Avx512, w: &Weights<'_>, x: &[Vec<f32>]) -> Vec<Vec<Vec<f32>>> 
         unsafe { isa.panel(w.dtype, k, &addresses, px.ptr().add(p * panel_bytes(w.dtype, k))) };
     }
     let mut all = vec![];
-    for (form, product, dots) in forms(w.dtype) {
+    for (reading, (form, product, dots)) in
+        Reading::ALL.into_iter().flat_map(|r| forms(w.dtype).into_iter().map(move |f| (r, f)))
+    {
+        let rows = w.rows(0, 0, n).by(reading);
         let c = Aligned::new(panels * n * PANEL * 4);
         let bf16 = w.dtype == DType::Bf16;
         let stride = if bf16 { k.next_multiple_of(32) * form.element_bytes() } else { token_row_bytes(w.dtype, k) };

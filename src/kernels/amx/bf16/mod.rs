@@ -26,7 +26,7 @@ use std::ops::Range;
 use super::seam::{Seam, SeamTile};
 use super::tile::{Config, Session, Tiles};
 use super::{C_ROW, TILE, Tiling};
-use crate::isa::Amx;
+use crate::isa::{Amx, Reading};
 use crate::pack::{PANEL, Panels};
 use crate::tensor::Rows;
 
@@ -56,7 +56,9 @@ struct Product<'a> {
 /// As [`super::Engine::product`], for BF16.
 // SAFETY: contract above.
 pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
-    let tiling = Tiling::new(rows.n);
+    // More panels come back to the weights.
+    let reading = if panels.count() == 1 { rows.reading } else { Reading::Stretch };
+    let tiling = Tiling::by(reading, rows.n);
     let seam = Seam::of(amx.avx512(), &rows);
     let (steps, last_pairs) = (rows.k / STEP - usize::from(seam.is_some()), rows.k % STEP / 2);
     let tiles = session.configure(&config(tiling.height, last_pairs));
@@ -115,7 +117,7 @@ impl Product<'_> {
     unsafe fn seam_weights(&self, t: usize) -> SeamTile {
         let weights = |seam: Seam| {
             // SAFETY: the tile's rows are inside the block (of a `t` past the last: those of the last).
-            unsafe { seam.weights(&self.rows, self.tiling.start(t), self.tiling.height) }
+            unsafe { seam.weights(&self.rows, self.tiling.start(t), self.tiling.height, self.tiling.apart) }
         };
         self.seam.map_or_else(SeamTile::unused, weights)
     }
@@ -151,7 +153,7 @@ impl Product<'_> {
     unsafe fn begin<const T: u8>(&self, c: *const u8, add: bool) {
         if add {
             // SAFETY: the caller's contract.
-            unsafe { self.tiles.load::<T>(c, C_ROW) };
+            unsafe { self.tiles.load::<T>(c, C_ROW * self.tiling.apart) };
         } else {
             self.tiles.zero::<T>();
         }

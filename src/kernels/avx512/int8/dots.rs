@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use crate::kernels::avx512::transpose::sums4;
-use crate::kernels::passes::{Ahead, DotPass, dots_by_passes};
+use crate::kernels::passes::{DotPass, Sweep, dots_by_passes};
 use crate::pack::{Q8_ROW_BLOCK, TokenRows};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 
@@ -37,10 +37,10 @@ unsafe fn two_blocks(block: *const u8, both: bool) -> (__m512i, __m512) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { rows, i, x, x_stride, y, ld, lines } = pass;
-    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
+    let w: [*const u8; R] = pass.rows();
     let mut acc = [[_mm512_setzero_ps(); T]; R];
-    let mut ahead = Ahead::side_by_side(&rows, i, R, 2 * Q8_0_BYTES);
+    let mut ahead = Sweep::new(rows, group, 2 * Q8_0_BYTES);
     let blocks = rows.k / QK8_0;
     for b in 0..blocks.div_ceil(2) {
         lines.clone().for_each(|line| ahead.line(line));
@@ -63,12 +63,7 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
     }
     for t in 0..T {
         let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
-        // SAFETY: R sums of token t.
-        unsafe {
-            match R {
-                4 => _mm_storeu_ps(y.add(t * ld), sums),
-                _ => _mm_store_ss(y.add(t * ld), sums),
-            }
-        }
+        // SAFETY: a token of the pass.
+        unsafe { pass.store(t, sums) };
     }
 }

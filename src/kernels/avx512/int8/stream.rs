@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use crate::kernels::passes::Ahead;
+use crate::kernels::passes::{Group, Sweep, groups};
 use crate::pack::{PANEL, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 
@@ -16,20 +16,14 @@ use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
 // SAFETY: as `panels`.
 pub unsafe fn streamed<const R: usize>(rows: Rows<'_>, x: *const u8, c: *mut f32, add: bool) {
-    let mut i = 0;
-    // SAFETY: rows below n.
-    unsafe {
-        while i + R <= rows.n {
-            stream::<R>(rows, i, x, c, add);
-            i += R;
-        }
-        while i + 4 <= rows.n {
-            stream::<4>(rows, i, x, c, add);
-            i += 4;
-        }
-        while i < rows.n {
-            stream::<1>(rows, i, x, c, add);
-            i += 1;
+    for group in groups(&rows, [R, 4, 1]) {
+        // SAFETY: the group's rows are below n.
+        unsafe {
+            match group.n {
+                4 => stream::<4>(rows, group, x, c, add),
+                1 => stream::<1>(rows, group, x, c, add),
+                _ => stream::<R>(rows, group, x, c, add),
+            }
         }
     }
 }
@@ -42,13 +36,13 @@ struct ReadyBlock {
     halves: [u16; 8],
 }
 
-/// Rows `[i, i + R)` of `streamed`; R is at most 8.
+/// A group of `R` rows of `streamed`; R is at most 8.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
 // SAFETY: as `panels`.
-unsafe fn stream<const R: usize>(rows: Rows<'_>, i: usize, x: *const u8, c: *mut f32, add: bool) {
+unsafe fn stream<const R: usize>(rows: Rows<'_>, group: Group, x: *const u8, c: *mut f32, add: bool) {
     let blocks = rows.k / QK8_0;
-    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(i + r));
+    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(group.row(r)));
     let mut ready = [const { ReadyBlock { w: [[0; QK8_0]; 8], scales: [0.0; 8], halves: [0; 8] } }; 2];
     // Known to nobody, so that the fences below keep the compiler from loading all of a block at once and spilling it.
     let ready: *mut ReadyBlock = std::hint::black_box(ready.as_mut_ptr());
@@ -63,11 +57,11 @@ unsafe fn stream<const R: usize>(rows: Rows<'_>, i: usize, x: *const u8, c: *mut
     let mut acc = [_mm512_setzero_ps(); R];
     if add {
         for r in 0..R {
-            // SAFETY: C row i + r.
-            acc[r] = unsafe { _mm512_load_ps(c.add((i + r) * PANEL)) };
+            // SAFETY: C row of the group.
+            acc[r] = unsafe { _mm512_load_ps(c.add(group.row(r) * PANEL)) };
         }
     }
-    let mut ahead = Ahead::side_by_side(&rows, i, R, Q8_0_BYTES);
+    let mut ahead = Sweep::new(&rows, group, Q8_0_BYTES);
     (0..R).filter(|_| blocks > 0).for_each(|r| prepare(ready, r, 0));
     for b in 0..blocks {
         let (now, next) = (ready.wrapping_add(b % 2), ready.wrapping_add((b + 1) % 2));
@@ -99,7 +93,7 @@ unsafe fn stream<const R: usize>(rows: Rows<'_>, i: usize, x: *const u8, c: *mut
         }
     }
     for r in 0..R {
-        // SAFETY: C row i + r.
-        unsafe { _mm512_store_ps(c.add((i + r) * PANEL), acc[r]) };
+        // SAFETY: C row of the group.
+        unsafe { _mm512_store_ps(c.add(group.row(r) * PANEL), acc[r]) };
     }
 }
