@@ -105,9 +105,21 @@ fn rows_off_the_cache_lines_cost_no_product_more() {
 }
 
 #[test]
+fn up_to_64_tokens_weights_are_loaded_once_for_all() {
+    let Some((amx, _turn)) = emulated() else { return };
+    for (k, n, tokens) in [(2048, 32, 32), (768, 64, 17), (4096, 64, 64), (1024, 48, 40)] {
+        let s = products(amx, DType::Bf16, [k, n, tokens], 1);
+        let (kib, panels) = ((k * n * 2 / 1024) as u64, tokens.div_ceil(PANEL) as u64);
+        assert_eq!(s.get(Op::Tileloaddt1), kib, "loads of weights, k {k} n {n} m {tokens}");
+        assert_eq!(totals(&s), [kib * (1 + panels), kib * panels, n as u64 / 16 * panels], "k {k} n {n} m {tokens}");
+    }
+}
+
+#[test]
 fn blocks_of_32_rows_and_32_tokens_load_once_for_each_product() {
     let Some((amx, _turn)) = emulated() else { return };
-    for (k, n, tokens) in [(2048, 32, 32), (768, 64, 17), (4096, 64, 64), (1024, 128, 128)] {
+    // Many tokens, or so long rows that no more than two panels stay in L2 while the weights go by.
+    for (k, n, tokens) in [(2048, 32, 96), (14336, 32, 32), (4096, 64, 128), (1024, 128, 128)] {
         let s = products(amx, DType::Bf16, [k, n, tokens], 1);
         let panels = tokens.div_ceil(PANEL);
         let c_tiles = (n / 16 * panels) as u64;

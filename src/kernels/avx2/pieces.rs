@@ -1,5 +1,6 @@
 //! In which pieces the panel products go by rows and columns.
 
+use crate::isa::Reading;
 use crate::pack::Panels;
 use crate::tensor::Rows;
 
@@ -41,7 +42,8 @@ pub fn pieces<'a>(rows: Rows<'a>, panels: Panels<'a>, k_block: usize) -> impl It
             rows.next
         };
         let (panels, more) = (panels.columns(k0, k), k0 > 0);
-        Piece { rows: rows.columns(k0, k).then(next), panels, i, n: end - i, more }
+        // What comes next is not near: other columns or other panels are first.
+        Piece { rows: rows.columns(k0, k).then(next).by(Reading::Stretch), panels, i, n: end - i, more }
     })
 }
 

@@ -11,7 +11,7 @@
 //! So one configuration serves a whole product. A last step's weight tile is narrow because zeros in the panel do not hide an
 //! Inf or NaN that follows in the next row. A single last k (k odd) is not a whole pair: the vectors add it.
 //!
-//! With one panel the weights come from memory and how they are read is all that counts: see `stream.rs`. With more see `reuse.rs`.
+//! With few panels the weights come from memory and how they are read is all that counts: see `stream.rs`. With more see `reuse.rs`.
 //!
 //! A tile load whose rows straddle cache lines takes six times as long as one whose rows do not (measured on a Xeon 6: 51 cycles
 //! against 8 from L1), and GGUF aligns tensors to 32 bytes only. So where all rows are off by the same bytes, the steps are shifted to
@@ -36,6 +36,9 @@ const STEP: usize = 32;
 const PANEL_STEP: usize = STEP * PANEL * 2;
 /// Bytes of a full step in a weight row.
 const ROW_STEP: usize = STEP * 2;
+/// Most k of all panels together with which they stay in L2 while the weights go by: 768 KiB.
+const MOST_K: usize = 24 << 10;
+
 /// One product: its operands and how its k is cut: `steps` full steps from each row's first whole cache line on, then the
 /// seam or the last step, where there is one.
 struct Product<'a> {
@@ -57,7 +60,7 @@ struct Product<'a> {
 // SAFETY: contract above.
 pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     // More panels come back to the weights.
-    let reading = if panels.count() == 1 { rows.reading } else { Reading::Stretch };
+    let reading = if streams(&panels) { rows.reading } else { Reading::Stretch };
     let tiling = Tiling::by(reading, rows.n);
     let seam = Seam::of(amx.avx512(), &rows);
     let (steps, last_pairs) = (rows.k / STEP - usize::from(seam.is_some()), rows.k % STEP / 2);
@@ -70,6 +73,11 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
         // SAFETY: the caller's contract; the token proves AVX-512.
         unsafe { add_last_column(rows, panels, c) };
     }
+}
+
+/// Whether the weights go by once for all panels.
+fn streams(panels: &Panels<'_>) -> bool {
+    panels.count() <= stream::PANELS && panels.count() * panels.k <= MOST_K
 }
 
 fn config(height: usize, last_pairs: usize) -> Config {
@@ -89,12 +97,7 @@ impl Product<'_> {
     // SAFETY: contract above.
     unsafe fn run(&self) {
         // SAFETY: the caller's contract.
-        unsafe {
-            match self.panels.count() {
-                1 => self.stream(),
-                _ => self.reuse(),
-            }
-        }
+        unsafe { if streams(&self.panels) { self.stream() } else { self.reuse() } }
     }
 
     /// The seam's right operand for panel `p`; anything where there is no seam.

@@ -1,4 +1,4 @@
-//! Two panels or more: two tiles of rows by two panels (the paper's Algorithm 1), so that there are as many loads as products.
+//! More panels: two tiles of rows by two panels (the paper's Algorithm 1), so that there are as many loads as products.
 //!
 //! With one pair of panels weights come from memory, and what follows in the same rows is prefetched. With more pairs
 //! they are used again from the caches; meanwhile the next block's are fetched, by each pair its share of the rows.

@@ -1,7 +1,8 @@
-//! One panel: weights come from memory, each for its only use, so how they are read is all that counts.
+//! Up to four panels: weights come from memory, each for its only use, so how they are read is all that counts. A tile of weights is
+//! multiplied with all panels, which stay in L2.
 //!
 //! Sixteen streams, a tile's rows, four steps of each at a time (64 rows side by side, a step of each, read 10 to 20 % less a second on a
-//! Xeon 6). Products that add to one tile follow each other without a pause, so that one tile holds C, and C is stored once.
+//! Xeon 6). Products that add to one tile follow each other without a pause, so one tile of C is enough for each panel.
 
 use std::arch::x86_64::*;
 
@@ -9,6 +10,8 @@ use super::super::seam::SeamTile;
 use super::super::{C_ROW, TILE, each};
 use super::{PANEL_STEP, Product, ROW_STEP, STEP};
 
+/// Most panels: as many as there are tiles for C.
+pub(super) const PANELS: usize = 4;
 /// Steps at a time.
 const DEPTH: usize = 4;
 /// How far ahead of the tile loads weights are prefetched, in bytes of each row.
@@ -33,35 +36,51 @@ fn prefetch_rows(at: *const u8, stride: usize) {
 struct Aside([[f32; TILE]; TILE]);
 
 impl Product<'_> {
-    /// All of C, for one panel.
+    /// All of C, for up to [`PANELS`] panels.
     ///
     /// # Safety
-    /// As [`super::product`]; there is one panel.
+    /// As [`super::product`].
     // SAFETY: contract above.
     pub(super) unsafe fn stream(&self) {
         // SAFETY: the caller's contract.
-        let seam = unsafe { self.seam_panel(0) };
+        unsafe {
+            match self.panels.count() {
+                1 => self.stream_panels::<1>(),
+                2 => self.stream_panels::<2>(),
+                3 => self.stream_panels::<3>(),
+                _ => self.stream_panels::<4>(),
+            }
+        }
+    }
+
+    /// All of C, for `P` panels.
+    ///
+    /// # Safety
+    /// As [`Product::stream`]; there are `P` panels.
+    // SAFETY: contract above.
+    unsafe fn stream_panels<const P: usize>(&self) {
+        // SAFETY: the caller's contract.
+        let seams = std::array::from_fn(|p| unsafe { self.seam_panel(p) });
         for t in 0..self.tiling.count() {
             // SAFETY: the caller's contract; the tile exists.
-            unsafe { self.stream_tile(t, &seam) };
+            unsafe { self.stream_tile::<P>(t, &seams) };
         }
     }
 
     /// C of tile `t`.
     ///
     /// # Safety
-    /// As [`Product::stream`]; the tile exists, and the panel's seam is `seam`.
+    /// As [`Product::stream_panels`]; the tile exists, and the panels' seams are `seams`.
     // SAFETY: contract above.
-    unsafe fn stream_tile(&self, t: usize, seam: &SeamTile) {
-        let (tiles, apart) = (&self.tiles, self.tiling.apart);
-        let stride = self.rows.stride * apart;
+    unsafe fn stream_tile<const P: usize>(&self, t: usize, seams: &[SeamTile; P]) {
+        let (tiles, stride) = (&self.tiles, self.rows.stride * self.tiling.apart);
         let (jump, lines) = (self.jump(t..t + 1), self.rows.k / STEP);
         let mut w = self.weights(t).wrapping_add(self.head());
-        let mut x = self.steps_of(0);
-        // SAFETY: the caller's contract. `steps` full steps lie inside each row and the panel, and the seam or the last step beside
-        // them. C holds 16 lanes for each row of the tile.
+        let mut x: [*const u8; P] = std::array::from_fn(|p| self.steps_of(p));
+        // SAFETY: the caller's contract. `steps` full steps lie inside each row and panel, and the seam or the last step beside
+        // them. C holds 16 lanes for each row of the tile and panel.
         unsafe {
-            self.begin::<0>(self.c(t, 0), self.add);
+            each!(P, I => self.begin::<I>(self.c(t, I as usize), self.add));
             for step in (0..self.steps).step_by(DEPTH) {
                 let count = DEPTH.min(self.steps - step);
                 // Lines ahead in each row, or where the row ends, of that which is read after it.
@@ -70,43 +89,49 @@ impl Product<'_> {
                     // All that comes of a row at once, not a line of each row at each step: 2 % faster.
                     prefetch_rows(w.wrapping_add(S as usize * ROWS * stride).wrapping_add(ahead), stride);
                     tiles.load_once::<4>(w.add(S as usize * ROW_STEP), stride);
-                    tiles.load::<5>(x.add(S as usize * PANEL_STEP), C_ROW);
-                    tiles.dp_bf16::<0, 4, 5>();
+                    each!(P, I => {
+                        tiles.load::<5>(x[I as usize].add(S as usize * PANEL_STEP), C_ROW);
+                        tiles.dp_bf16::<I, 4, 5>();
+                    });
                 });
                 w = w.add(count * ROW_STEP);
-                x = x.add(count * PANEL_STEP);
+                x = x.map(|x| x.add(count * PANEL_STEP));
             }
             if self.seam.is_some() {
                 // Now that the lines were read by the full steps of these rows and of the rows before and behind.
                 let weights = self.seam_weights(t);
                 tiles.load::<4>(weights.at(), C_ROW);
-                tiles.load::<5>(seam.at(), C_ROW);
-                tiles.dp_bf16::<0, 4, 5>();
+                each!(P, I => {
+                    tiles.load::<5>(seams[I as usize].at(), C_ROW);
+                    tiles.dp_bf16::<I, 4, 5>();
+                });
             }
             if self.last_pairs > 0 {
                 tiles.load::<6>(w, stride);
-                tiles.load::<7>(x, C_ROW);
-                tiles.dp_bf16::<0, 6, 7>();
+                each!(P, I => {
+                    tiles.load::<7>(x[I as usize], C_ROW);
+                    tiles.dp_bf16::<I, 6, 7>();
+                });
             }
-            self.end(t);
+            each!(P, I => self.end::<I>(t));
         }
     }
 
-    /// Stores tile 0 as C of tile `t`.
+    /// Stores tile `I` as C of tile `t` and panel `I`.
     ///
     /// # Safety
     /// As [`Product::stream_tile`].
     // SAFETY: contract above.
-    unsafe fn end(&self, t: usize) {
-        let (c, fresh) = (self.c(t, 0), self.tiling.fresh(t));
+    unsafe fn end<const I: u8>(&self, t: usize) {
+        let (c, fresh) = (self.c(t, I as usize), self.tiling.fresh(t));
         // SAFETY: the caller's contract: C holds 16 lanes for each row of the tile.
         unsafe {
             if fresh.start == 0 {
-                return self.tiles.store::<0>(c, C_ROW * self.tiling.apart);
+                return self.tiles.store::<I>(c, C_ROW * self.tiling.apart);
             }
             // The rows before are done, and were added to.
             let mut aside = Aside([[0.0; TILE]; TILE]);
-            self.tiles.store::<0>(aside.0.as_mut_ptr().cast(), C_ROW);
+            self.tiles.store::<I>(aside.0.as_mut_ptr().cast(), C_ROW);
             let rows = aside.0[fresh.clone()].as_flattened();
             c.cast::<f32>().add(fresh.start * TILE).copy_from_nonoverlapping(rows.as_ptr(), rows.len());
         }
