@@ -11,7 +11,7 @@ use std::time::Duration;
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
 use ggml_hina::attention::{FlashAttn, Params};
-use ggml_hina::isa::Isa;
+use ggml_hina::isa::{Avx512, Isa};
 use ggml_hina::team;
 use ggml_hina::tensor::{DType, View, ViewMut};
 use half::{bf16, f16};
@@ -156,11 +156,12 @@ fn case(group: &mut BenchmarkGroup<'_, WallTime>, isa: Isa, pool: &ThreadPool, m
 /// The bound: every thread sums its share of the memory.
 fn read(group: &mut BenchmarkGroup<'_, WallTime>, pool: &ThreadPool, memory: &[u8]) {
     group.throughput(Throughput::Bytes(memory.len() as u64));
+    let wide = Avx512::detect().is_some();
     group.bench_function("read", |b| {
         b.iter(|| {
             team::run_on(pool, &|w| {
                 // SAFETY: every engine's CPU has AVX2.
-                black_box(unsafe { meter::sum(&memory[w.share(memory.len())]) });
+                black_box(unsafe { meter::sum(wide, &memory[w.share(memory.len())]) });
             });
         });
     });

@@ -41,8 +41,8 @@ impl Ceilings {
         };
         let threads = pool.current_num_threads() as f64;
         let read = best(memory.len() as f64, &|w| {
-            // SAFETY: every engine's CPU has AVX2.
-            black_box(unsafe { sum(&memory[w.share(memory.len())]) });
+            // SAFETY: every engine's CPU has AVX2, and all but one AVX-512.
+            black_box(unsafe { sum(!matches!(isa, Isa::Avx2(_)), &memory[w.share(memory.len())]) });
         });
         let peak = |by, per: f64, f: unsafe fn()| {
             // SAFETY: called only with what `isa` has.
@@ -80,29 +80,49 @@ impl Ceilings {
 /// Loops of a peak: a millisecond or two.
 const LOOPS: usize = 250_000;
 
-/// Sums whole groups of pages, all pages of a group side by side: no order of plain loads was faster where some were tried.
-#[target_feature(enable = "avx2")]
-pub fn sum(bytes: &[u8]) -> i32 {
-    const PAGE: usize = 4096;
-    const STREAMS: usize = 8;
-    let mut acc = [_mm256_setzero_si256(); STREAMS];
-    for pages in bytes.as_chunks::<{ STREAMS * PAGE }>().0 {
-        for line in (0..PAGE).step_by(64) {
-            for (page, a) in acc.iter_mut().enumerate() {
-                // SAFETY: a line of the group.
-                let halves = unsafe {
-                    let at = pages.as_ptr().add(page * PAGE + line);
-                    [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())]
-                };
-                *a = _mm256_add_epi32(*a, _mm256_add_epi32(halves[0], halves[1]));
+/// Streams that [`sum`] reads side by side, and bytes of each.
+const STREAMS: usize = 8;
+const STREAM: usize = 48 << 10;
+
+/// Makes a function that sums whole groups of streams from a page's start on, `$step` bytes a load: of all orders of plain loads that
+/// were tried none was faster.
+macro_rules! sum {
+    ($name:ident, $features:literal, $zero:ident, $load:ident, $add:ident, $vector:ty) => {
+        #[target_feature(enable = $features)]
+        fn $name(bytes: &[u8]) -> i32 {
+            const STEP: usize = size_of::<$vector>();
+            let bytes = &bytes[bytes.as_ptr().align_offset(4096).min(bytes.len())..];
+            let mut acc = [$zero(); STREAMS];
+            for group in bytes.as_chunks::<{ STREAMS * STREAM }>().0 {
+                for line in (0..STREAM).step_by(64) {
+                    for (stream, acc) in acc.iter_mut().enumerate() {
+                        for at in (line..line + 64).step_by(STEP) {
+                            // SAFETY: a line of the group.
+                            *acc = $add(*acc, unsafe { $load(group.as_ptr().add(stream * STREAM + at).cast()) });
+                        }
+                    }
+                }
             }
+            acc.into_iter().fold(0, |sum, acc| {
+                // SAFETY: any bits are integers.
+                let lanes: [i32; STEP / 4] = unsafe { std::mem::transmute(acc) };
+                lanes.into_iter().fold(sum, i32::wrapping_add)
+            })
         }
-    }
-    let all = acc.into_iter().fold(_mm256_setzero_si256(), |a, b| _mm256_add_epi32(a, b));
-    let mut lanes = [0i32; 8];
-    // SAFETY: 32 writable bytes.
-    unsafe { _mm256_storeu_si256(lanes.as_mut_ptr().cast(), all) };
-    lanes.iter().fold(0, |a, b| a.wrapping_add(*b))
+    };
+}
+
+sum!(sum256, "avx2", _mm256_setzero_si256, _mm256_loadu_si256, _mm256_add_epi32, __m256i);
+sum!(sum512, "avx512f", _mm512_setzero_si512, _mm512_loadu_si512, _mm512_add_epi32, __m512i);
+
+/// Reads all but less than a megabyte.
+///
+/// # Safety
+/// The CPU has AVX2; if `wide`, AVX-512.
+// SAFETY: contract above.
+pub unsafe fn sum(wide: bool, bytes: &[u8]) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe { if wide { sum512(bytes) } else { sum256(bytes) } }
 }
 
 /// A loop of instructions on registers, in assembly so that nothing is optimised away.

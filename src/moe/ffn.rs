@@ -3,7 +3,7 @@
 //! Three phases with a barrier between (paper, section 4): route and gather; gate, up and GLU, whose result is stored as the
 //! panels of the next product; down, whose result is transposed, weighted and summed as it is stored.
 
-use super::blocks::{Blocks, MAX_ROWS, block_rows, each};
+use super::blocks::{Blocks, block_rows, each, most_rows};
 use super::cblock::{CBlock, Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
 use super::nodes::{OnNodes, Placed, Segments};
@@ -210,7 +210,7 @@ impl<'a> Ffn<'a> {
 /// Rows of a block of the down product with a sum: so that a thread's sums of all tokens stay in the L2
 /// cache (512 KiB up to 2048 tokens); at least any engine's [`Engine::GROUP`].
 fn sum_rows(tokens: usize) -> usize {
-    ((128 << 10) / tokens.max(1)).clamp(64, MAX_ROWS)
+    ((128 << 10) / tokens.max(1)).clamp(64, most_rows())
 }
 
 impl<E: Engine> Run<'_, E> {
