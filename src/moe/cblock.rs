@@ -3,6 +3,7 @@
 use super::blocks::MOST_ROWS;
 use super::gather::Packed;
 use super::routing::Active;
+use crate::isa::Reading;
 use crate::kernels::glu::Glu;
 use crate::kernels::{Engine, Finish, Vectors};
 use crate::pack::{MAX_TOKEN_ROWS, PANEL};
@@ -90,6 +91,8 @@ impl<E: Engine> Multiplier<E> {
                 // SAFETY: the caller's promise.
                 unsafe {
                     let panels = packed.panels(active, first, panels);
+                    // The weights of further panels are not far: they came with the first.
+                    let rows = if first > 0 { rows.by(Reading::Stretch) } else { rows };
                     self.engine.product(&mut self.session, rows, panels, c, false);
                 }
             }

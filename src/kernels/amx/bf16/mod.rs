@@ -80,8 +80,8 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
 /// As [`product`].
 // SAFETY: contract above.
 unsafe fn columns(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
-    let once = panels.count().min(stream::PANELS);
-    let parts = [(0, once, rows.reading), (once, panels.count() - once, Reading::Stretch)];
+    let streamed = if rows.reading == Reading::Streams { panels.count().min(stream::PANELS) } else { 0 };
+    let parts = [(0, streamed, Reading::Streams), (streamed, panels.count() - streamed, Reading::Stretch)];
     for (first, count, reading) in parts.into_iter().filter(|part| part.1 > 0) {
         let seam = Seam::of(amx.avx512(), &rows);
         let (steps, last_pairs) = (rows.k / STEP - usize::from(seam.is_some()), rows.k % STEP / 2);
@@ -92,7 +92,7 @@ unsafe fn columns(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panel
         unsafe {
             let c = c.add(first * rows.n * PANEL);
             let product = Product { tiles, rows, panels, c, add, tiling, seam, steps, last_pairs };
-            if first == 0 { product.stream() } else { product.reuse() }
+            if reading == Reading::Streams { product.stream() } else { product.reuse() }
         }
     }
     if rows.k % 2 == 1 {

@@ -1,6 +1,7 @@
 //! More panels than went by with the weights: two tiles of rows by two panels (the paper's Algorithm 1), so that there are as many loads
 //! as products. The weights are in L2 by now.
 
+use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::super::seam::SeamTile;
@@ -122,11 +123,24 @@ impl Product<'_> {
         let mut w = [t, t + 1].map(|t| self.weights(t).wrapping_add(self.head()));
         let c = [self.c(t, p), self.c(t, p + 1), self.c(t + 1, p), self.c(t + 1, p + 1)];
         let mut x = [p, p + 1].map(|p| self.steps_of(p));
+        // Each group of rows brings its share of the next two panels to L2.
+        let share = (TILE * 2 * TILE).div_ceil(self.rows.n);
+        let more = p + 4 <= self.panels.count();
+        let mut next = [p + 2, p + 3].map(|p| {
+            let first = t / 2 * share * self.steps * 64;
+            if more { self.steps_of(p).wrapping_add(first) } else { x[0] }
+        });
         // SAFETY: the caller's contract. `steps` full steps are all of each row and panel but the seam. C holds 16 lanes for
         // each row of each tile.
         unsafe {
             each!(4, I => self.begin::<I>(c[I as usize], self.add));
             for _ in 0..self.steps {
+                if more {
+                    for line in 0..share {
+                        next.iter().for_each(|next| _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line * 64).cast()));
+                    }
+                    next = next.map(|next| next.wrapping_add(share * 64));
+                }
                 self.step(w, x, [stride, C_ROW]);
                 x = x.map(|x| x.add(PANEL_STEP));
                 w = w.map(|w| w.add(ROW_STEP));
