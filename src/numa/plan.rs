@@ -5,10 +5,12 @@
 //! are cut the same way form a *block*; the ranges of columns that one node holds of it are a *part*. A node's result for
 //! a part is a partial sum; a row's value is the sum over its block's parts, ascending by node.
 //!
-//! Three ways to find blocks, the cheapest by remote bytes and number of products wins:
+//! Four ways to find blocks, the cheapest by remote bytes and number of products wins:
 //!
 //! * *Apart*: where the placement repeats after P bytes, rows `T = P / gcd(P, row stride)` apart are cut alike (T_x of
 //!   equation 5), so they make a block even though they do not follow each other.
+//! * *Nearly*: where T is so large that few rows are left to a block, rows a smaller step apart whose cuts drift a little
+//!   from row to row. A block is cut as its middle row is; what the others have beyond their own cuts is remote.
 //! * *Alike*: neighbouring rows that happen to be cut alike; for long runs, where T is larger than the matrix.
 //! * *Majority*: sixteen rows to the node that holds most of them; always possible, but part of it is remote.
 
@@ -29,8 +31,8 @@ pub const fn granule(dtype: DType) -> usize {
     }
 }
 
-/// What one more product costs, in bytes that could have been read meanwhile: about 50 ns of one core's 10 GB/s.
-const PRODUCT_COST: usize = 512;
+/// What one more product costs, in bytes that could have been read meanwhile: some 150 ns of one core's 13 GB/s.
+const PRODUCT_COST: usize = 2048;
 
 /// Where a weight matrix lies: one expert of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -151,29 +153,51 @@ impl Plan {
     ///
     /// Bytes are accounted by `pages`, so they are exact also where a page is not where the rule says.
     pub fn new(m: &Matrix, pages: &dyn Pages, rule: Option<&Pattern>) -> Self {
-        let plans =
-            [rule.and_then(|rule| Self::apart(m, pages, rule)), Self::alike(m, pages), Some(Self::majority(m, pages))];
+        let plans = [
+            rule.and_then(|rule| Self::apart(m, pages, rule)),
+            rule.and_then(|rule| Self::nearly(m, pages, rule)),
+            Self::alike(m, pages),
+            Some(Self::majority(m, pages)),
+        ];
         plans.into_iter().flatten().min_by_key(Self::cost).expect("the last is always there")
     }
 
     /// Rows T apart, or none if that leaves fewer than two rows to a block.
     pub fn apart(m: &Matrix, pages: &dyn Pages, rule: &Pattern) -> Option<Self> {
-        let step = rule.period() / gcd(rule.period(), m.row_stride);
-        if 2 * step > m.n {
-            return None;
-        }
+        let step = Self::step_alike(m, rule);
+        (2 * step <= m.n).then(|| Self::by_step(m, pages, rule, step))
+    }
+
+    /// Where that leaves half a block or less: rows so far apart that their cuts drift least, of the steps that leave whole blocks.
+    pub fn nearly(m: &Matrix, pages: &dyn Pages, rule: &Pattern) -> Option<Self> {
+        let few = Self::step_alike(m, rule) * BLOCK_ROWS / 2 > m.n;
+        let drift = |&step: &usize| {
+            let ahead = step * m.row_stride % rule.period();
+            ahead.min(rule.period() - ahead)
+        };
+        let step = (1..=m.n / BLOCK_ROWS).min_by_key(drift).filter(|_| few)?;
+        Some(Self::by_step(m, pages, rule, step))
+    }
+
+    /// T of equation 5: rows so far apart are cut alike.
+    fn step_alike(m: &Matrix, rule: &Pattern) -> usize {
+        rule.period() / gcd(rule.period(), m.row_stride)
+    }
+
+    /// Blocks of rows `step` apart, each cut as its middle row is by the rule.
+    fn by_step(m: &Matrix, pages: &dyn Pages, rule: &Pattern, step: usize) -> Self {
         let mut plan = Builder::new(m, pages, step);
         for class in 0..step {
             plan.class();
-            let cut = m.cut(class, rule);
             let rows = (m.n - class).div_ceil(step);
             let blocks = rows.div_ceil(BLOCK_ROWS);
             for b in 0..blocks {
                 let (from, to) = (rows * b / blocks, rows * (b + 1) / blocks);
+                let cut = m.cut(class + (from + to) / 2 * step, rule);
                 plan.block(class + from * step, to - from, &cut);
             }
         }
-        Some(plan.done())
+        plan.done()
     }
 
     /// Neighbouring rows that are cut alike, or none if that takes more blocks than half the rows.
@@ -267,6 +291,20 @@ impl Plan {
         let blocks = &self.blocks[self.classes[class] as usize..self.classes[class + 1] as usize];
         let block = &blocks[blocks.partition_point(|b| b.first as usize <= row) - 1];
         (block, (row - block.first as usize) / self.step)
+    }
+
+    /// Calls `f` with each of some rows, its block and its place in it; rows of a class follow each other.
+    pub fn each_row<'a>(&'a self, rows: Range<usize>, mut f: impl FnMut(usize, &'a Block, usize)) {
+        for first in rows.start..rows.end.min(rows.start + self.step) {
+            let (mut block, mut j) = self.block_of(first);
+            for row in (first..rows.end).step_by(self.step) {
+                if j == block.rows as usize {
+                    (block, j) = self.block_of(row);
+                }
+                f(row, block, j);
+                j += 1;
+            }
+        }
     }
 
     /// Bytes of some rows, and those of them that lie on `node`. Over whole blocks the sums are exact; a row of a block whose
@@ -386,7 +424,17 @@ impl<'a> Builder<'a> {
     fn done(mut self) -> Plan {
         self.class();
         let mut shares: Vec<Share> = Vec::new();
-        for (i, part) in self.plan.parts.iter().enumerate() {
+        // In the order of their addresses: blocks' rows are as many streams through memory, and the parts go along them, so that
+        // each page is read once, from its begin to its end.
+        let at = |i: &usize| {
+            let part = &self.plan.parts[*i];
+            let first = self.plan.blocks[part.block as usize].first as usize;
+            self.m.columns(first, &self.plan.ranges(part)[0]).start
+        };
+        let mut order: Vec<usize> = (0..self.plan.parts.len()).collect();
+        order.sort_by_key(at);
+        for i in order {
+            let part = &self.plan.parts[i];
             let at = shares.binary_search_by_key(&part.node, |s| s.node).unwrap_or_else(|at| {
                 shares.insert(at, Share { node: part.node, parts: Vec::new(), before: vec![0] });
                 at

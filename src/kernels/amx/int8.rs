@@ -43,6 +43,8 @@ struct RowTile {
     fresh: Range<usize>,
     /// What is read after these rows.
     next: *const u8,
+    /// Whether to prefetch: not where rows have gaps, as the hardware does better by itself there (BF16 likewise).
+    along: bool,
 }
 
 /// See [`super::Engine::product`].
@@ -63,6 +65,7 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
             height: tiling.height,
             fresh: t * TILE - start..tiling.height,
             next: if t + 1 < tiling.count() { rows.row(tiling.start(t + 1)) } else { rows.next },
+            along: rows.contiguous(),
         };
         // SAFETY: the caller's contract; the tile's rows exist, and C has 16 lanes for each; the token proves AVX-512.
         unsafe { row_tile(&tiles, &mut buffers, &tile, panels, c.add(start * PANEL), rows.n, add) };
@@ -109,7 +112,7 @@ unsafe fn row_tile(
                 };
                 let c = c.add(p * n * PANEL);
                 let mut acc = if add || chunk > 0 { load(c, &tile.fresh) } else { [_mm512_setzero_ps(); TILE] };
-                if p == 0 {
+                if p == 0 && tile.along {
                     run.all::<true>(buffers, count, &mut acc);
                 } else {
                     run.all::<false>(buffers, count, &mut acc);
