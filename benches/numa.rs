@@ -1,12 +1,12 @@
 //! What following the pages costs where it wins nothing: expert products on one node, plainly and by the segments of a
 //! made-up machine of two nodes.
 //!
-//! `cargo bench --no-default-features --bench numa`, or with part of a name: `-- numa/amx/30b-gate/q8_0/16`. The ways run in turn,
-//! because a shared machine drifts, and the median of the ratios counts:
+//! `cargo bench --no-default-features --bench numa`, or with part of a name: `-- numa/amx/30b-gate/q8_0/8x16` (8 experts with 16 tokens
+//! each). The ways run in turn, because a shared machine drifts, and the median of the ratios counts:
 //!
 //! * *segments* to *plain*: what segments cost; below 1.03 is the aim;
 //! * *one node* to *plain*: where all pages are on one node the normal path runs, so this is the noise;
-//! * *floor*: plain reads of the same experts, every other page by each thread, to reads of one half by each. No code that
+//! * *reads* and *floor*: reads of as many experts, one half by each thread; the same of every other page by each, to that. No code that
 //!   follows the pages is faster.
 
 use std::arch::x86_64::*;
@@ -24,12 +24,13 @@ use ggml_hina::tensor::{DType, View, ViewMut, Weights};
 /// Nodes of the made-up machine.
 const NODES: usize = 2;
 const ROUNDS: usize = 31;
-const USED: usize = 8;
+/// Experts in use.
+const USED: [usize; 2] = [8, 64];
 const PAGE: usize = 4096;
 /// Pages that plain reads read side by side.
 const STREAMS: usize = 8;
 /// Tokens of each expert in use.
-const TOKENS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
+const TOKENS: [usize; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 
 /// Memory filled with what are sane values in both types of weights.
 struct Memory(Vec<Line>);
@@ -88,14 +89,15 @@ fn main() {
         for dtype in [DType::Bf16, DType::Q8_0] {
             let cases: Vec<_> = Isa::all()
                 .into_iter()
-                .flat_map(|isa| TOKENS.map(|tokens| (isa, tokens)))
-                .map(|(isa, tokens)| {
+                .flat_map(|isa| USED.map(|used| (isa, used)))
+                .flat_map(|(isa, used)| TOKENS.map(|tokens| (isa, used, tokens)))
+                .map(|(isa, used, tokens)| {
                     let engine = match isa {
                         Isa::Amx(_) => "amx",
                         Isa::Avx512(_) => "avx512",
                         Isa::Avx2(_) => "avx2",
                     };
-                    (isa, tokens, format!("numa/{engine}/{name}/{dtype:?}/{tokens}").to_lowercase())
+                    (isa, used, tokens, format!("numa/{engine}/{name}/{dtype:?}/{used}x{tokens}").to_lowercase())
                 })
                 .filter(|(.., path)| wanted(path))
                 .collect();
@@ -106,10 +108,10 @@ fn main() {
             // As a GGUF's tensor lies: aligned to 32 bytes and not more, and no row begins with a page.
             let at = memory.bytes().as_ptr().addr().wrapping_neg() % PAGE + 37 * 32;
             let w = Weights::contiguous(dtype, &memory.bytes()[at..], [k, n, experts]);
-            for (isa, tokens, path) in cases {
-                let [plain, segments, one_node, floor] = measure(isa, &pool, w, tokens);
+            for (isa, used, tokens, path) in cases {
+                let [plain, segments, one_node, reads, floor] = measure(isa, &pool, w, [used, tokens]);
                 println!(
-                    "{path:32} plain {plain:7.3} ms; segments x {segments:.3}, one node x {one_node:.3}, floor x {floor:.3}"
+                    "{path:32} plain {plain:7.3} ms; segments x {segments:.3}, one node x {one_node:.3}; reads {reads:7.3} ms, floor x {floor:.3}"
                 );
             }
         }
@@ -124,29 +126,28 @@ fn keep(thread: usize) {
     }
 }
 
-/// Experts that were not used for as long as can be, so that no cache has them: `USED` at a time.
+/// Experts that were not used for as long as can be, so that no cache has them.
 struct Fresh {
     experts: usize,
     at: usize,
 }
 
 impl Fresh {
-    fn next(&mut self) -> [usize; USED] {
+    fn next(&mut self, n: usize) -> Vec<usize> {
         // Scattered, and all of them before any comes again: 37 has no factor in common with their number.
-        let next = std::array::from_fn(|i| (self.at + i) * 37 % self.experts);
-        self.at += USED;
-        next
+        self.at += n;
+        (self.at - n..self.at).map(|i| i * 37 % self.experts).collect()
     }
 }
 
-/// Milliseconds of the plain path, and the ratios of the head of this file.
-fn measure(isa: Isa, pool: &rayon::ThreadPool, w: Weights<'_>, tokens: usize) -> [f64; 4] {
+/// Of the head of this file: milliseconds of the plain path, two ratios, milliseconds of reads, the floor.
+fn measure(isa: Isa, pool: &rayon::ThreadPool, w: Weights<'_>, [used, tokens]: [usize; 2]) -> [f64; 5] {
     let x = vec![0.5f32; w.k * tokens];
     let ne = [w.k, 1, tokens, 1];
     // SAFETY: as long as the shape says.
     let view = unsafe { View::from_raw(DType::F32, x.as_ptr().cast(), ne, f32_nb(ne)) };
-    let mut dst = vec![0f32; w.n * USED * tokens];
-    let ne = [w.n, USED, tokens, 1];
+    let mut dst = vec![0f32; w.n * used * tokens];
+    let ne = [w.n, used, tokens, 1];
     // SAFETY: as above.
     let to = unsafe { ViewMut::from_raw(dst.as_mut_ptr().cast(), ne, f32_nb(ne)) };
 
@@ -159,19 +160,19 @@ fn measure(isa: Isa, pool: &rayon::ThreadPool, w: Weights<'_>, tokens: usize) ->
         numa.map_or(op, |i| op.follow_pages(nodes(i)))
     };
     let ids = |id: &[i32]| {
-        assert_eq!(id.len(), USED * tokens);
+        assert_eq!(id.len(), used * tokens);
         // SAFETY: as long as the shape says; `id` outlives each operation below.
-        unsafe { Ids::from_raw(id.as_ptr().cast(), USED, tokens, [4, 4 * USED]) }
+        unsafe { Ids::from_raw(id.as_ptr().cast(), used, tokens, [4, 4 * used]) }
     };
     // One memory for all, as ggml's graphs have it, and no page of it is new when time counts.
-    let zeros = vec![0; USED * tokens];
+    let zeros = vec![0; used * tokens];
     let most = [None, Some(0), Some(1)].map(|numa| op(numa, ids(&zeros)).scratch_bytes(pool.current_num_threads()));
     let scratch = Memory::new(DType::Q8_0, most.into_iter().max().unwrap_or(0));
 
     let mut fresh = Fresh { experts: w.experts, at: 0 };
     let product = |numa: Option<usize>, fresh: &mut Fresh| {
-        let used = fresh.next();
-        let id: Vec<i32> = (0..USED * tokens).map(|i| used[i % USED] as i32).collect();
+        let experts = fresh.next(used);
+        let id: Vec<i32> = (0..used * tokens).map(|i| experts[i % used] as i32).collect();
         let op = op(numa, ids(&id));
         milliseconds(pool, &|worker| {
             // SAFETY: as large as any of the operations asked for.
@@ -179,21 +180,16 @@ fn measure(isa: Isa, pool: &rayon::ThreadPool, w: Weights<'_>, tokens: usize) ->
         })
     };
     let read = |by_page: bool, fresh: &mut Fresh| {
-        let used = fresh.next();
-        milliseconds(pool, &|worker| used.iter().for_each(|&expert| read(w, expert, worker, by_page)))
+        let experts = fresh.next(used);
+        milliseconds(pool, &|worker| experts.iter().for_each(|&expert| read(w, expert, worker, by_page)))
     };
-    let mut ratios: [Vec<f64>; 4] = Default::default();
+    let mut ratios: [Vec<f64>; 5] = Default::default();
     for _ in 0..ROUNDS {
         let plain = product(None, &mut fresh);
         let segments = product(Some(0), &mut fresh);
         let one_node = product(Some(1), &mut fresh);
-        let (a, b, c, d) =
-            (read(true, &mut fresh), read(false, &mut fresh), read(true, &mut fresh), read(false, &mut fresh));
-        if std::env::var("DBG").is_ok() {
-            println!("{plain:.3} {segments:.3} {one_node:.3} {a:.3} {b:.3} {c:.3} {d:.3}");
-        }
-        let floor = a / b;
-        let all = [plain, segments / plain, one_node / plain, floor];
+        let reads = read(false, &mut fresh);
+        let all = [plain, segments / plain, one_node / plain, reads, read(true, &mut fresh) / reads];
         ratios.iter_mut().zip(all).for_each(|(all, one)| all.push(one));
     }
     ratios.map(|mut all| {
