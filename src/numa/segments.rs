@@ -193,9 +193,12 @@ unsafe fn product<E: Engine>(
     let all = rows(w, u.expert, u.plan, part);
     let slot = part.slot as usize;
     let ranges = u.plan.ranges(part);
-    for (i, range) in ranges.iter().enumerate() {
-        let (k0, k) = (range.start as usize, (range.end - range.start) as usize);
-        let next = ranges.get(i + 1).map_or(next, |r| all.columns(r.start as usize, 0).data);
+    // Where a row has several, its first begins within a page that ends the row before: that page's begin comes first, so that the
+    // hardware's prefetcher goes on to the rest.
+    for i in 0..ranges.len() {
+        let range = |i: usize| &ranges[(i + 1) % ranges.len()];
+        let (k0, k) = (range(i).start as usize, (range(i).end - range(i).start) as usize);
+        let next = if i + 1 < ranges.len() { all.columns(range(i + 1).start as usize, 0).data } else { next };
         let here = all.columns(k0, k).then(next);
         if let Some(panels) = &tokens.panels {
             debug_assert_eq!(panels.count(), u.panels);
