@@ -30,7 +30,7 @@ const PAGE: usize = 4096;
 /// Pages that plain reads read side by side.
 const STREAMS: usize = 8;
 /// Tokens of each expert in use.
-const TOKENS: [usize; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
+const TOKENS: [usize; 9] = [1, 2, 4, 5, 8, 16, 32, 64, 128];
 
 /// Memory filled with what are sane values in both types of weights.
 struct Memory(Vec<Line>);

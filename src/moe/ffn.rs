@@ -173,7 +173,11 @@ impl<'a> Ffn<'a> {
         let FfnParts { x, ids, gate, down, .. } = &self.parts;
         let mut areas = self.areas(scratch, w.ith(), w.nth());
         // Gate and down may differ in type, but a token is packed in one way for both.
-        let rows = |tokens| engine.dot_tokens(gate.dtype, tokens).min(engine.dot_tokens(down.dtype, tokens));
+        let apart = areas.gate_up.is_some() && areas.down.is_some();
+        let rows = |w: &Weights<'_>, tokens: usize| {
+            if apart { engine.dot_tokens_apart(w.dtype, tokens) } else { engine.dot_tokens(w.dtype, tokens) }
+        };
+        let rows = |tokens| rows(gate, tokens).min(rows(down, tokens));
         let shape = [ids.n_used(), ids.n_tokens(), gate.experts];
         // SAFETY: a piece of the scratch for this worker alone.
         let routing = unsafe { Routing::build(&|slot, token| ids.get(slot, token), shape, rows, areas.routing) }?;

@@ -192,7 +192,10 @@ where
     // SAFETY: as `MulMatId::run`.
     unsafe fn run<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.placed, (w.ith(), w.nth()));
-        let dot_tokens = |tokens| engine.dot_tokens(self.w.dtype, tokens);
+        let dot_tokens = |tokens| match areas.segments {
+            Some(_) => engine.dot_tokens_apart(self.w.dtype, tokens),
+            None => engine.dot_tokens(self.w.dtype, tokens),
+        };
         let shape = [self.slots, self.tokens, self.w.experts];
         // SAFETY: a piece of the scratch for this worker alone.
         let routing = unsafe { Routing::build(&self.expert, shape, dot_tokens, areas.routing) }?;

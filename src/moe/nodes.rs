@@ -51,9 +51,12 @@ pub struct Placed<'a> {
 }
 
 impl Placed<'_> {
-    /// Counts rows `[first, first + n)` of an expert that this worker multiplies plainly.
+    /// Counts rows `[first, first + n)` of an expert that this worker multiplies plainly, where that is wanted.
     pub fn count(&self, worker: &Worker<'_>, expert: usize, (first, n): (usize, usize)) {
-        let OnNodes { numa, tally, .. } = self.nodes;
+        let OnNodes { numa, tally, count_plain, .. } = self.nodes;
+        if !count_plain {
+            return;
+        }
         let node = numa.ids()[numa.place(worker.ith(), worker.nth())];
         let (all, local) = self.plan.expert(expert).bytes_of_rows(first..first + n, node);
         tally.add(local, all - local);
