@@ -56,12 +56,28 @@ fn check(plan: &Plan, m: &Matrix, pages: &dyn Pages) {
             assert_eq!((part.bytes as usize, plan.bytes_on(part, part.node) as usize), (bytes, local));
         }
     }
+    // Some rows, some of them of the same block, are each met once, where they are.
+    let some = m.n / 3..m.n.min(m.n / 3 + 50);
+    let mut met = vec![0; some.len()];
+    plan.each_row(some.clone(), |row, block, j| {
+        met[row - some.start] += 1;
+        assert_eq!(plan.block_of(row), (block, j));
+    });
+    assert!(met.iter().all(|&n| n == 1), "a row is met twice or not at all");
     assert!(seen.iter().all(|&n| n == 1), "an element is in no segment or in two");
     assert!(slots.iter().all(|&used| used));
     let mut listed = vec![0; plan.parts().len()];
     for share in plan.shares() {
         share.parts.iter().for_each(|&p| listed[p as usize] += 1);
         assert!(share.parts.iter().all(|&p| plan.parts()[p as usize].node == share.node));
+        let start = |&p: &u32| {
+            let part = &plan.parts()[p as usize];
+            let first = plan.blocks()[part.block as usize].first as usize;
+            first * m.row_stride + m.dtype.row_bytes(plan.ranges(part)[0].start as usize)
+        };
+        let backwards = share.parts.windows(2).filter(|pair| start(&pair[0]) > start(&pair[1])).count();
+        let streams = m.n.div_ceil(plan.step()).div_ceil(BLOCK_ROWS);
+        assert!(plan.step() == 1 || backwards <= 2 * streams, "a node's parts go along its memory");
         let bytes: u64 = share.parts.iter().map(|&p| u64::from(plan.parts()[p as usize].bytes)).sum();
         assert_eq!(share.bytes(), bytes);
     }
@@ -170,8 +186,13 @@ fn remote_shares_of_real_shapes() {
                     let products: usize = plan.parts().iter().map(|p| plan.ranges(p).len()).sum();
                     let each = products as f64 * 16.0 / n as f64;
                     line += &format!("  n={count} {plain:.3} / {share:.4} (T {}, {each:.1})", plan.step());
-                    // What a granule holds behind a page edge. BF16: 32 bytes of each 4096. Q8_0: about half of 68.
-                    assert!(share <= 36.0 / 4096.0, "{name} {what} {dtype:?} n={count}: {share}");
+                    // What a granule holds behind a page edge. BF16: 32 bytes of each 4096. Q8_0: about half of 68. Where T is
+                    // large, a quarter of the cuts' drift in a block besides.
+                    let drift = plan.step() * m.row_stride % rule.period();
+                    let drift = drift.min(rule.period() - drift);
+                    let most = 36 + if plan.step() > 1 { BLOCK_ROWS * drift / 4 } else { 0 };
+                    assert!(share <= most as f64 / 4096.0, "{name} {what} {dtype:?} n={count}: {share}");
+                    assert!(share <= 0.2 * plain, "{name} {what} {dtype:?} n={count}: {share}");
                     let expected = (count as f64 - 1.0) / count as f64;
                     assert!((plain - expected).abs() < 0.02, "{name} {what} {dtype:?} n={count}: plain {plain}");
                 }
@@ -189,10 +210,28 @@ fn remote_share_is_zero_where_the_base_allows_it() {
                 let m = matrix(DType::Bf16, (1 << 32) + 4096 * 7 + 64, n, k);
                 let rule = Pattern::interleave(run, &nodes(2));
                 let plan = Plan::new(&m, &rule, Some(&rule));
-                assert_eq!(plan.bytes().1, 0, "n {n} k {k} run {run}");
+                // With long runs, a whole row or two at a run's end may be cheaper remote than as products of their own.
+                let most = if run == 4096 { 0 } else { 4096 };
+                assert!(plan.bytes().1 <= most, "n {n} k {k} run {run}: {}", plan.bytes().1);
             }
         }
     }
+}
+
+#[test]
+fn rows_nearly_alike_make_whole_blocks_where_few_are_quite_alike() {
+    // 816 bytes a row: T is 512, but every ten rows the cuts drift by 32 bytes only.
+    let m = matrix(DType::Q8_0, (1 << 32) + 32, 2048, 768);
+    let rule = Pattern::interleave(4096, &nodes(2));
+    assert_eq!(Plan::apart(&m, &rule, &rule).unwrap().step(), 512);
+    let plan = Plan::new(&m, &rule, Some(&rule));
+    check(&plan, &m, &rule);
+    assert_eq!((plan.step(), plan.blocks().len()), (10, 10 * 13));
+    let (all, remote) = plan.bytes();
+    assert!(remote * 31 < all, "{remote} of {all}");
+    // 2176 bytes a row: nothing below T = 64 drifts by less than 128 bytes, which is worse than blocks of 12 rows.
+    let m = matrix(DType::Q8_0, (1 << 32) + 32, 768, 2048);
+    assert_eq!(Plan::new(&m, &rule, Some(&rule)), Plan::apart(&m, &rule, &rule).unwrap());
 }
 
 #[test]
@@ -247,6 +286,9 @@ proptest! {
         if let Some(plan) = Plan::apart(&m, &pages, &rule) {
             check(&plan, &m, &pages);
             check_exact(&plan, &m, &pages);
+        }
+        if let Some(plan) = Plan::nearly(&m, &pages, &rule) {
+            check(&plan, &m, &pages);
         }
         if let Some(plan) = Plan::alike(&m, &pages) {
             check(&plan, &m, &pages);

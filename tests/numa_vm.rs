@@ -18,7 +18,7 @@ use ggml_hina::numa::period::Pattern;
 use ggml_hina::numa::placement::{Placement, page_size};
 use ggml_hina::numa::segments::{Tokens, Use, Uses, products, sum_lanes};
 use ggml_hina::numa::tensors::Numa;
-use ggml_hina::numa::threads::{CpuSet, Duty, Mode, Seats, node_of_this_thread};
+use ggml_hina::numa::threads::{CpuSet, Duty, Mode, Seats, node_of_this_thread, spread_node};
 use ggml_hina::numa::topology::{Topology, parse_list};
 use ggml_hina::pack::{PANEL, Panels, panel_bytes};
 use ggml_hina::team;
@@ -330,8 +330,12 @@ fn segments_on<E: Engine>(engine: E, name: &str, numa: &Numa) -> Result<String, 
     let partial = Map::anonymous(experts * len * 4);
     let workers = 4;
     let (seats, local, all) = (Seats::new(workers), AtomicU64::new(0), AtomicU64::new(0));
+    // Workers that the kernel runs elsewhere than where they say they are, and those that are not freed behind the call.
+    let (astray, bound) = (AtomicU64::new(0), AtomicU64::new(0));
+    let is_bound = || CpuSet::of_this_thread().and_then(|set| set.single_node(numa.topology())).is_some();
     team::run(workers, |worker| {
-        let _pinned = numa.pin(worker.ith(), worker.nth());
+        let bound_before = is_bound();
+        let pinned = numa.pin(worker.ith(), worker.nth());
         seats.take(worker.ith(), numa.place(worker.ith(), worker.nth()));
         worker.barrier();
         let duty = Duty::new(&uses.bytes(numa.ids()), &seats, numa.near(), (worker.ith(), worker.nth()));
@@ -341,6 +345,16 @@ fn segments_on<E: Engine>(engine: E, name: &str, numa: &Numa) -> Result<String, 
         let (a, l) = unsafe { products(engine, &w, &uses, (numa.ids(), node, &duty), tokens, partial.start().cast()) };
         all.fetch_add(a, Ordering::Relaxed);
         local.fetch_add(l, Ordering::Relaxed);
+        let should = spread_node(numa.topology(), worker.ith(), worker.nth());
+        for _ in 0..20 {
+            // SAFETY: no arguments.
+            let cpu = unsafe { libc::sched_getcpu() };
+            let on = usize::try_from(cpu).ok().and_then(|cpu| numa.topology().node_of_cpu(cpu));
+            astray.fetch_add(u64::from(on != Some(node) || on != should), Ordering::Relaxed);
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        drop(pinned);
+        bound.fetch_add(u64::from(is_bound() != bound_before), Ordering::Relaxed);
     });
     let places: Vec<usize> = (0..workers).map(|i| seats.place(i)).collect();
     let mut worst = 0f64;
@@ -359,10 +373,13 @@ fn segments_on<E: Engine>(engine: E, name: &str, numa: &Numa) -> Result<String, 
         worst = worst.max(nmse(&f32s(&mut sums), &want));
     }
     let (all, local) = (all.into_inner(), local.into_inner());
+    let (astray, bound) = (astray.into_inner(), bound.into_inner());
+    ensure(astray == 0, || format!("{astray} times of 80 a worker ran on another node than its own, {places:?}"))?;
+    ensure(bound == 0, || format!("{bound} workers were still bound behind the call"))?;
     ensure(worst < 1e-12, || format!("NMSE {worst:e} against the plain product"))?;
     ensure(all == map.len as u64, || format!("{all} bytes computed of {}", map.len))?;
     ensure(local == all, || format!("{local} of {all} bytes local with workers at {places:?}"))?;
     Ok(format!(
-        "{name}: NMSE {worst:.1e} against the plain product, {local} of {all} bytes local, workers at {places:?}"
+        "{name}: NMSE {worst:.1e} against the plain product, {local} of {all} bytes local, workers ran at {places:?}"
     ))
 }

@@ -48,6 +48,11 @@ pub trait Engine: Copy + Send + Sync {
         0
     }
 
+    /// The same where the rows of a block may be apart (a NUMA node's parts).
+    fn dot_tokens_apart(self, dtype: DType, tokens: usize) -> usize {
+        self.dot_tokens(dtype, tokens)
+    }
+
     /// `c[(panel * rows.n + row) * 16 + lane] (+)= sum over k of w[row][k] * x[k][panel][lane]`, in f32.
     ///
     /// With `add` the block is added to, else overwritten. Lanes past the last token get unspecified values (NaN where

@@ -120,7 +120,7 @@ impl<'a> Ffn<'a> {
     /// Follows the pages of its weights, where they lie on several nodes and the tokens are few; gate and up only together.
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
         let FfnParts { gate, up, down, ids, .. } = &self.parts;
-        Self { placed: [gate, up, down].map(|w| nodes.of(w, ids.n_tokens())), ..self }
+        Self { placed: [gate, up, down].map(|w| nodes.of(w, ids.pairs())), ..self }
     }
 
     /// What it has to read and compute; for before it runs, as the result may overwrite the ids.
@@ -171,9 +171,13 @@ impl<'a> Ffn<'a> {
     // SAFETY: as `run`.
     unsafe fn run_on<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let FfnParts { x, ids, gate, down, .. } = &self.parts;
-        let areas = self.areas(scratch, w.ith(), w.nth());
+        let mut areas = self.areas(scratch, w.ith(), w.nth());
         // Gate and down may differ in type, but a token is packed in one way for both.
-        let rows = |tokens| engine.dot_tokens(gate.dtype, tokens).min(engine.dot_tokens(down.dtype, tokens));
+        let apart = areas.gate_up.is_some() && areas.down.is_some();
+        let rows = |w: &Weights<'_>, tokens: usize| {
+            if apart { engine.dot_tokens_apart(w.dtype, tokens) } else { engine.dot_tokens(w.dtype, tokens) }
+        };
+        let rows = |tokens| rows(gate, tokens).min(rows(down, tokens));
         let shape = [ids.n_used(), ids.n_tokens(), gate.experts];
         // SAFETY: a piece of the scratch for this worker alone.
         let routing = unsafe { Routing::build(&|slot, token| ids.get(slot, token), shape, rows, areas.routing) }?;
@@ -186,6 +190,8 @@ impl<'a> Ffn<'a> {
                 }
             }
         }
+        areas.gate_up = areas.gate_up.and_then(|[gate, up]| Some([gate.pay(&routing)?, up.pay(&routing)?]));
+        areas.down = areas.down.and_then(|down| down.pay(&routing));
         let _pinned = areas.down.or(areas.gate_up.map(|s| s[0])).and_then(|s| s.take_seat(w));
         let source = |p: Pair| x.row(p.slot as usize % x.ne[1], p.token as usize, 0).cast();
         // SAFETY: carved for this many pairs; all workers of the team are here.

@@ -38,7 +38,7 @@ impl<'a> MulMatId<'a> {
 
     /// Follows the pages of its weights, where they lie on several nodes and the tokens are few.
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
-        Self { placed: nodes.of(&self.w, self.ids.n_tokens()), ..self }
+        Self { placed: nodes.of(&self.w, self.ids.pairs()), ..self }
     }
 
     /// What it has to read and compute; for before it runs, as the result may overwrite the ids.
@@ -105,7 +105,7 @@ impl<'a> MulMat<'a> {
 
     /// Follows the pages of its weights, where they lie on several nodes and the tokens are few.
     pub fn follow_pages(self, nodes: OnNodes<'a>) -> Self {
-        Self { placed: nodes.of(&self.w, self.x.ne[1]), ..self }
+        Self { placed: nodes.of(&self.w, self.x.ne[1] * self.x.ne[2] * self.x.ne[3]), ..self }
     }
 
     /// What it has to read and compute.
@@ -192,12 +192,15 @@ where
     // SAFETY: as `MulMatId::run`.
     unsafe fn run<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.placed, (w.ith(), w.nth()));
-        let segments = areas.segments;
-        let _pinned = segments.and_then(|s| s.take_seat(w));
-        let dot_tokens = |tokens| engine.dot_tokens(self.w.dtype, tokens);
+        let dot_tokens = |tokens| match areas.segments {
+            Some(_) => engine.dot_tokens_apart(self.w.dtype, tokens),
+            None => engine.dot_tokens(self.w.dtype, tokens),
+        };
         let shape = [self.slots, self.tokens, self.w.experts];
         // SAFETY: a piece of the scratch for this worker alone.
         let routing = unsafe { Routing::build(&self.expert, shape, dot_tokens, areas.routing) }?;
+        let segments = areas.segments.and_then(|s| s.pay(&routing));
+        let _pinned = segments.and_then(|s| s.take_seat(w));
         // SAFETY: carved for this many pairs; all workers of the team are here.
         unsafe { gather(engine.vectors(), w, &routing, &self.source, &areas.packed) };
         w.barrier();

@@ -27,9 +27,10 @@ pub struct OnNodes<'a> {
 }
 
 impl<'a> OnNodes<'a> {
-    /// What is known of a tensor, for an operation of so many tokens. None where there is nothing to do about it.
-    pub fn of(self, w: &Weights<'_>, tokens: usize) -> Option<Placed<'a>> {
-        let few = tokens <= MAX_TOKENS;
+    /// What is known of a tensor, for an operation of so many pairs of token and expert. None where there is nothing to do about it.
+    pub fn of(self, w: &Weights<'_>, pairs: usize) -> Option<Placed<'a>> {
+        // Even if all experts are in use. How many are is known when the operation runs: see `Segments::pay`.
+        let few = pairs <= MAX_TOKENS * w.experts;
         if !few && !self.count_plain {
             return None;
         }
@@ -44,15 +45,18 @@ impl<'a> OnNodes<'a> {
 pub struct Placed<'a> {
     nodes: OnNodes<'a>,
     plan: &'a TensorPlan,
-    /// Whether to multiply by segments. The normal path is right on one node, and where computing the tokens takes the time
-    /// and not reading the weights.
+    /// Whether to multiply by segments if they pay. The normal path is right on one node, and where computing the tokens takes the
+    /// time and not reading the weights.
     segments: bool,
 }
 
 impl Placed<'_> {
-    /// Counts rows `[first, first + n)` of an expert that this worker multiplies plainly.
+    /// Counts rows `[first, first + n)` of an expert that this worker multiplies plainly, where that is wanted.
     pub fn count(&self, worker: &Worker<'_>, expert: usize, (first, n): (usize, usize)) {
-        let OnNodes { numa, tally, .. } = self.nodes;
+        let OnNodes { numa, tally, count_plain, .. } = self.nodes;
+        if !count_plain {
+            return;
+        }
         let node = numa.ids()[numa.place(worker.ith(), worker.nth())];
         let (all, local) = self.plan.expert(expert).bytes_of_rows(first..first + n, node);
         tally.add(local, all - local);
@@ -77,6 +81,11 @@ impl<'a> Segments<'a> {
         let rows_at = plan.slots() * (pairs / PANEL + active) * PANEL;
         let rows = plan.slots() * pairs.min(active * MAX_TOKEN_ROWS);
         Some(Self { nodes, plan, partial: carver.take(rows_at + rows), rows_at })
+    }
+
+    /// These, if the experts in use have few tokens each.
+    pub fn pay(self, routing: &Routing<'_>) -> Option<Self> {
+        (routing.pairs.len() <= MAX_TOKENS * routing.active.len()).then_some(self)
     }
 
     /// Says where this worker is, after pinning it if the user wants that: until the returned value is dropped. Behind the

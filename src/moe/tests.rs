@@ -117,6 +117,33 @@ fn mul_mat_id(dtype: DType, s: Shape, seed: u64) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+#[test]
+fn pages_are_followed_where_experts_have_few_tokens_each() {
+    let (k, n, experts) = (2048, 36, 4);
+    let Some(isa) = isa(0) else { return };
+    let bytes = Guarded::new(&Random(1).weights(DType::Bf16, k * n * experts));
+    let w = Weights::contiguous(DType::Bf16, &bytes, [k, n, experts]);
+    // All have the same number of tokens, but on so many experts.
+    let share_of_local = |tokens: usize, used: usize| {
+        let (x, mut dst) = (vec![1.0; k * tokens], vec![0.0; n * tokens]);
+        let id: Vec<i32> = (0..tokens).map(|t| (t % used) as i32).collect();
+        let sim = OnSim::new(Some(4096)).unwrap();
+        let op = MulMatId::new(w, view(&x, [k, 1, tokens]), ids(&id, 1, tokens), view_mut(&mut dst, [n, 1, tokens]));
+        let op = op.follow_pages(sim.nodes());
+        let scratch = Aligned::new(op.scratch_bytes(3));
+        team::run(3, |w| {
+            // SAFETY: as large as asked for.
+            unsafe { op.run(isa, &w, scratch.ptr()) }.unwrap();
+        });
+        let (local, remote) = sim.tally.bytes();
+        local as f64 / (local + remote) as f64
+    };
+    for (tokens, used, follows) in [(16, 1, true), (17, 1, false), (64, 4, true), (64, 3, false), (65, 4, false)] {
+        let share = share_of_local(tokens, used);
+        assert_eq!(share > 0.95, follows, "{tokens} tokens on {used} experts: {share}");
+    }
+}
+
 fn shapes(k: impl Strategy<Value = usize>) -> impl Strategy<Value = Shape> {
     let rest = (1usize..150, 1usize..7, 1usize..5, 1usize..50, any::<bool>());
     (k, rest).prop_map(|(k, (n, experts, n_used, tokens, shared))| Shape { k, n, experts, n_used, tokens, shared })

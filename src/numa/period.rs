@@ -9,6 +9,9 @@ use super::placement::{Pages, Placement};
 /// Longest period in pages that is looked for: 32 nodes with 16 huge pages of 2 MiB each.
 const LONGEST: usize = 32 * 16 * 512;
 
+/// Runs that are looked at to find the period; whether all pages keep to it is checked after.
+const ENOUGH_RUNS: usize = 1 << 12;
+
 /// A rule that repeats along addresses: interleave, weighted interleave, huge pages in turn.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Pattern {
@@ -104,11 +107,12 @@ fn push(ends: &mut Vec<(usize, NodeId)>, end: usize, node: NodeId) {
 fn commonest_distance(placement: &Placement) -> Option<usize> {
     let page = placement.page();
     let mut starts: HashMap<NodeId, Vec<usize>> = HashMap::new();
-    let mut first = true;
+    let (mut first, mut left) = (true, ENOUGH_RUNS);
     placement.stretches(placement.range(), &mut |r, node| {
         // The first run may be cut, so its start says nothing.
-        if let (false, Some(node)) = (first, node) {
+        if let (false, Some(node), 1..) = (first, node, left) {
             starts.entry(node).or_default().push(r.start / page * page);
+            left -= 1;
         }
         first = false;
     });

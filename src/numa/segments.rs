@@ -5,6 +5,7 @@
 //! behind a barrier [`sum_lanes`] and [`sum_rows`] add them, always ascending by node, to the same C blocks that a plain
 //! product leaves. So the result does not depend on the number of workers, nor on where they run.
 
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::ops::Range;
 
 use super::NodeId;
@@ -42,10 +43,28 @@ impl Use<'_> {
         self.plan.slots() * self.rows
     }
 
-    fn parts_of(&self, row: usize) -> (&[Part], usize, usize) {
-        let (block, j) = self.plan.block_of(row);
-        (&self.plan.parts()[block.parts.start as usize..block.parts.end as usize], block.rows as usize, j)
+    /// Calls `f` with each of `n` rows from `first` on: its place among them, and where it is in its block.
+    fn each_row(&self, (first, n): (usize, usize), mut f: impl FnMut(usize, InBlock<'_>)) {
+        self.plan.each_row(first..first + n, |row, block, j| {
+            let parts = &self.plan.parts()[block.parts.start as usize..block.parts.end as usize];
+            f(row - first, InBlock { parts, rows: block.rows as usize, j });
+        });
     }
+
+    /// Where a part's sums of a row and of panel `p` are in the buffer: 16 f32.
+    fn lanes_of(&self, part: &Part, p: usize, at: &InBlock<'_>) -> usize {
+        self.lanes_at + (part.slot as usize * self.panels + p * at.rows + at.j) * PANEL
+    }
+}
+
+/// A row of a block.
+struct InBlock<'a> {
+    /// The block's parts, at least one.
+    parts: &'a [Part],
+    /// Rows of the block.
+    rows: usize,
+    /// Which of them it is.
+    j: usize,
 }
 
 /// The experts that an operation uses: `of(0)` to `of(count - 1)`.
@@ -174,9 +193,12 @@ unsafe fn product<E: Engine>(
     let all = rows(w, u.expert, u.plan, part);
     let slot = part.slot as usize;
     let ranges = u.plan.ranges(part);
-    for (i, range) in ranges.iter().enumerate() {
-        let (k0, k) = (range.start as usize, (range.end - range.start) as usize);
-        let next = ranges.get(i + 1).map_or(next, |r| all.columns(r.start as usize, 0).data);
+    // Where a row has several, its first begins within a page that ends the row before: that page's begin comes first, so that the
+    // hardware's prefetcher goes on to the rest.
+    for i in 0..ranges.len() {
+        let range = |i: usize| &ranges[(i + 1) % ranges.len()];
+        let (k0, k) = (range(i).start as usize, (range(i).end - range(i).start) as usize);
+        let next = if i + 1 < ranges.len() { all.columns(range(i + 1).start as usize, 0).data } else { next };
         let here = all.columns(k0, k).then(next);
         if let Some(panels) = &tokens.panels {
             debug_assert_eq!(panels.count(), u.panels);
@@ -229,22 +251,27 @@ pub unsafe fn sum_lanes(
     (first, n): (usize, usize),
     c: *mut f32,
 ) {
-    for i in 0..n {
-        let (parts, rows, j) = u.parts_of(first + i);
+    // Other cores have written much of it: all lines are asked for before the first is waited for.
+    u.each_row((first, n), |_, at| {
         for p in panels.clone() {
-            // SAFETY: row j of panel p of the part's C block.
-            let of = |part: &Part| unsafe {
-                let at = u.lanes_at + (part.slot as usize * u.panels + p * rows + j) * PANEL;
-                &*partial.add(at).cast::<[f32; PANEL]>()
-            };
-            let mut sum = *of(&parts[0]);
-            for part in &parts[1..] {
+            for part in at.parts {
+                // SAFETY: SSE is part of x86-64, and a prefetch only hints.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(partial.wrapping_add(u.lanes_of(part, p, &at)).cast()) };
+            }
+        }
+    });
+    u.each_row((first, n), |i, at| {
+        for p in panels.clone() {
+            // SAFETY: the row's 16 lanes of panel p in the part's C block.
+            let of = |part: &Part| unsafe { &*partial.add(u.lanes_of(part, p, &at)).cast::<[f32; PANEL]>() };
+            let mut sum = *of(&at.parts[0]);
+            for part in &at.parts[1..] {
                 sum.iter_mut().zip(of(part)).for_each(|(s, x)| *s += x);
             }
             // SAFETY: the caller's C block.
             unsafe { c.add(((p - panels.start) * n + i) * PANEL).cast::<[f32; PANEL]>().write(sum) };
         }
-    }
+    });
 }
 
 /// `c[token * ld + i]` = row `first + i`'s sum over the nodes, for the use's token rows.
@@ -253,8 +280,7 @@ pub unsafe fn sum_lanes(
 /// As [`sum_lanes`]; `c` is writable for `rows` tokens of `n` f32, `ld` f32 apart.
 // SAFETY: contract above.
 pub unsafe fn sum_rows(u: &Use<'_>, partial: *const f32, (first, n): (usize, usize), c: *mut f32, ld: usize) {
-    for i in 0..n {
-        let (parts, rows, j) = u.parts_of(first + i);
+    u.each_row((first, n), |i, InBlock { parts, rows, j }| {
         for t in 0..u.rows {
             // SAFETY: token t, row j of the part's sums; the caller's C block.
             unsafe {
@@ -262,7 +288,7 @@ pub unsafe fn sum_rows(u: &Use<'_>, partial: *const f32, (first, n): (usize, usi
                 *c.add(t * ld + i) = parts[1..].iter().fold(of(&parts[0]), |sum, part| sum + of(part));
             }
         }
-    }
+    });
 }
 
 #[cfg(test)]

@@ -12,8 +12,9 @@ use super::threads::{MAX_NODES, Mode, Nearness, Pinned, node_of_this_thread, spr
 use super::topology::Topology;
 use crate::tensor::{DType, Weights};
 
-/// Tokens of an operation up to which the weights' way from memory decides, so that segments pay (paper section 5).
-pub const MAX_TOKENS: usize = 32;
+/// Tokens of an expert, on average over those in use, up to which the weights' way from memory decides, so that segments pay (paper
+/// section 5; measured, see docs/NUMA.md).
+pub const MAX_TOKENS: usize = 16;
 /// Weights whose placement must be known before the user is told that one node has them all.
 const HINT_BYTES: usize = 256 << 20;
 /// Calls after which a tensor's unknown pages are asked for again, at most; the first times follow sooner.

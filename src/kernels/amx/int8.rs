@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::tile::{Config, Session, Tiles};
-use super::{C_ROW, TILE, Tiling, each, prefetch};
+use super::{C_ROW, TILE, Tiling, each, long_runs, prefetch};
 use crate::isa::Amx;
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
@@ -45,6 +45,8 @@ struct RowTile {
     c_row: usize,
     /// What is read after these rows.
     next: *const u8,
+    /// Whether to prefetch: not where rows have gaps, as the hardware does better by itself there (BF16 likewise).
+    along: bool,
 }
 
 /// See [`super::Engine::product`].
@@ -53,7 +55,7 @@ struct RowTile {
 /// As [`super::Engine::product`], for Q8_0.
 // SAFETY: contract above.
 pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
-    let tiling = Tiling::by(rows.reading, rows.n);
+    let tiling = Tiling::of(&rows);
     let tiles = session.configure(&config(tiling.height));
     let _avx512 = amx.avx512();
     let mut buffers = Buffers { scales: Lines([[0.0; 16]; CHUNK]), c: [const { Lines([[0; 16]; TILE]) }; 2] };
@@ -66,6 +68,7 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
             fresh: tiling.fresh(t),
             c_row: PANEL * tiling.apart,
             next: if t + 1 < tiling.count() { rows.row(tiling.start(t + 1)) } else { rows.next },
+            along: long_runs(&rows),
         };
         // SAFETY: the caller's contract; the tile's rows exist, and C has 16 lanes for each; the token proves AVX-512.
         unsafe { row_tile(&tiles, &mut buffers, &tile, panels, c.add(start * PANEL), rows.n, add) };
@@ -112,7 +115,7 @@ unsafe fn row_tile(
                 };
                 let c = c.add(p * n * PANEL);
                 let mut acc = if add || chunk > 0 { load(c, tile) } else { [_mm512_setzero_ps(); TILE] };
-                if p == 0 {
+                if p == 0 && tile.along {
                     run.all::<true>(buffers, count, &mut acc);
                 } else {
                     run.all::<false>(buffers, count, &mut acc);

@@ -73,6 +73,12 @@ impl Engine for AmxEngine {
         if tokens <= most { tokens } else { 0 }
     }
 
+    fn dot_tokens_apart(self, _: DType, tokens: usize) -> usize {
+        // As many as one pass of the vectors takes: 16 rows with gaps side by side come from memory slower than four, and a token's
+        // sums are a sixteenth of a panel's (measured on a Xeon 6: Q8_0 10 to 30 % faster by rows, BF16 up to 12; six tokens are slower).
+        if tokens <= 5 { tokens } else { 0 }
+    }
+
     fn begin(self) -> tile::Session {
         tile::Session::begin(self.0)
     }
@@ -88,6 +94,12 @@ impl Engine for AmxEngine {
             other => unreachable!("no AMX product for {other:?}"),
         }
     }
+}
+
+/// Whether rows go on for more than a page, so that something may be prefetched ahead in them. Rows with gaps (a NUMA node's part of them)
+/// are better left to the hardware, which reads 16 streams ahead by itself: 15 to 20 % faster on a Xeon 6.
+fn long_runs(rows: &Rows<'_>) -> bool {
+    rows.contiguous() || rows.dtype.row_bytes(rows.k) > 4096
 }
 
 /// The weight tiles of a block of rows: 16 rows each. A block of fewer than 16 rows is one shorter tile.
@@ -106,6 +118,11 @@ struct Tiling {
 impl Tiling {
     fn neighbours(n: usize) -> Self {
         Self { n, height: n.min(TILE), apart: 1 }
+    }
+
+    /// The tiles of rows that come from memory, in the order that they ask for.
+    fn of(rows: &Rows<'_>) -> Self {
+        Self::by(if long_runs(rows) { rows.reading } else { Reading::Stretch }, rows.n)
     }
 
     fn by(reading: Reading, n: usize) -> Self {

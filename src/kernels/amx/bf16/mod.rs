@@ -85,7 +85,7 @@ unsafe fn columns(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panel
     for (first, count, reading) in parts.into_iter().filter(|part| part.1 > 0) {
         let seam = Seam::of(amx.avx512(), &rows);
         let (steps, last_pairs) = (rows.k / STEP - usize::from(seam.is_some()), rows.k % STEP / 2);
-        let tiling = Tiling::by(reading, rows.n);
+        let tiling = if reading == Reading::Streams { Tiling::of(&rows) } else { Tiling::neighbours(rows.n) };
         let tiles = session.configure(&config(tiling.height, last_pairs));
         let panels = panels.some(first, count);
         // SAFETY: the caller's contract, for some of the panels and their part of C.

@@ -7,7 +7,7 @@
 use std::arch::x86_64::*;
 
 use super::super::seam::SeamTile;
-use super::super::{C_ROW, TILE, each};
+use super::super::{C_ROW, TILE, each, long_runs};
 use super::{PANEL_STEP, Product, ROW_STEP, STEP};
 
 /// Most panels: as many as there are tiles for C.
@@ -75,6 +75,7 @@ impl Product<'_> {
     unsafe fn stream_tile<const P: usize>(&self, t: usize, seams: &[SeamTile; P]) {
         let (tiles, stride) = (&self.tiles, self.rows.stride * self.tiling.apart);
         let (jump, lines) = (self.jump(t..t + 1), self.rows.k / STEP);
+        let along = long_runs(&self.rows);
         let mut w = self.weights(t).wrapping_add(self.head());
         let mut x: [*const u8; P] = std::array::from_fn(|p| self.steps_of(p));
         // SAFETY: the caller's contract. `steps` full steps lie inside each row and panel, and the seam or the last step beside
@@ -87,7 +88,9 @@ impl Product<'_> {
                 let ahead = AHEAD.wrapping_add(if step + AHEAD / ROW_STEP < lines { 0 } else { jump });
                 each!(4, S => if (S as usize) < count {
                     // All that comes of a row at once, not a line of each row at each step: 2 % faster.
-                    prefetch_rows(w.wrapping_add(S as usize * ROWS * stride).wrapping_add(ahead), stride);
+                    if along {
+                        prefetch_rows(w.wrapping_add(S as usize * ROWS * stride).wrapping_add(ahead), stride);
+                    }
                     tiles.load_once::<4>(w.add(S as usize * ROW_STEP), stride);
                     each!(P, I => {
                         tiles.load::<5>(x[I as usize].add(S as usize * PANEL_STEP), C_ROW);
