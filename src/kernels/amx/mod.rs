@@ -75,7 +75,7 @@ impl Engine for AmxEngine {
 
     fn dot_tokens_apart(self, _: DType, tokens: usize) -> usize {
         // As many as one pass of the vectors takes: 16 rows with gaps side by side come from memory slower than four, and a token's
-        // sums are a sixteenth of a panel's (measured on a Xeon 6: Q8_0 10 to 30 % faster by rows, BF16 up to 12; six tokens are slower).
+        // sums are a sixteenth of a panel's (measured on a Xeon 6: two to five tokens 2 to 25 % faster by rows, six slower).
         if tokens <= 5 { tokens } else { 0 }
     }
 
