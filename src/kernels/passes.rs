@@ -57,6 +57,8 @@ const AHEAD: usize = 16 << 10;
 /// How far ahead in each stream: so near that the CPU has it in L2 by itself. What arithmetic leaves of the CPU's window of instructions
 /// does not reach so far.
 const NEAR: usize = 1 << 10;
+/// The same where rows have gaps, and more of them are side by side.
+const NEAR_IN_GAPS: usize = 512;
 
 impl Ahead {
     pub fn of(rows: &Rows<'_>) -> Self {
@@ -105,8 +107,14 @@ impl Sweep {
         let bytes = rows.dtype.row_bytes(rows.k);
         let next = group.next.map_or(rows.next, |next| rows.row(next));
         let jump = next.addr().wrapping_sub(first.addr() + bytes);
-        let (at, apart) = (first.wrapping_add(NEAR.min(bytes)), group.apart * rows.stride);
-        let (near, left) = (rows.reading == Reading::Streams, bytes.saturating_sub(NEAR) / step);
+        let near_by = match rows.reading {
+            // All of the next group's rows while this one's are in hand.
+            Reading::Stretch => bytes,
+            Reading::Streams if rows.contiguous() => NEAR,
+            Reading::Streams => NEAR_IN_GAPS,
+        };
+        let (at, apart) = (first.wrapping_add(near_by.min(bytes)), group.apart * rows.stride);
+        let (near, left) = (rows.reading == Reading::Streams, bytes.saturating_sub(near_by) / step);
         let mut sweep = Self { at, apart, step, lines: group.n, near, left, jump };
         if sweep.left == 0 {
             sweep.jump();
@@ -178,31 +186,33 @@ impl DotPass<'_> {
         std::array::from_fn(|r| self.rows.row(self.group.row(r)))
     }
 
-    /// Writes the sums of the pass's token `t` with the group's rows, 4 or 1 of them.
+    /// Writes the sums of the pass's token `t` with up to four of the group's rows, from `first` on.
     ///
     /// # Safety
     /// The token is the pass's, whose `y` is the caller's of `dots`.
     // SAFETY: contract above.
     #[inline(always)]
-    pub unsafe fn store(&self, t: usize, sums: __m128) {
+    pub unsafe fn store(&self, t: usize, first: usize, sums: __m128) {
         let (group, y) = (self.group, self.y.wrapping_add(t * self.ld));
+        let n = 4.min(group.n - first);
         // SAFETY: a result for each row of the group; SSE is part of x86-64.
         unsafe {
-            if group.n == 4 && group.apart == 1 {
-                return _mm_storeu_ps(y.add(group.first), sums);
+            if n == 4 && group.apart == 1 {
+                return _mm_storeu_ps(y.add(group.row(first)), sums);
             }
             let mut lanes = [0f32; 4];
             _mm_storeu_ps(lanes.as_mut_ptr(), sums);
-            for (r, sum) in lanes.into_iter().enumerate().take(group.n) {
-                y.add(group.row(r)).write(sum);
+            for (r, sum) in lanes.into_iter().enumerate().take(n) {
+                y.add(group.row(first + r)).write(sum);
             }
         }
     }
 }
 
-/// Makes `dots` of a kernel `dot::<rows, tokens>` for 4 rows or 1 and each of some numbers of tokens, up to `$most`.
+/// Makes `dots` of a kernel `dot::<rows, tokens>` for 4 rows or 1 and each of some numbers of tokens, up to `$most`; and for 8 rows, where
+/// they have gaps and there are no more than `$few` tokens: a stream ends with the row then, and it takes more of them.
 macro_rules! dots_by_passes {
-    ($features:literal, $most:literal, [$($tokens:literal)*]) => {
+    ($features:literal, $most:literal, [$($tokens:literal)*], $few:literal, [$($few_tokens:literal)*]) => {
         /// The dot form (see [`Vectors::dots`](crate::kernels::Vectors::dots)).
         ///
         /// # Safety
@@ -211,7 +221,8 @@ macro_rules! dots_by_passes {
         #[target_feature(enable = $features)]
         pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
             let passes = xs.tokens.div_ceil($most);
-            for group in $crate::kernels::passes::groups(&rows, [4, 1]) {
+            let side_by_side = if !rows.contiguous() && xs.tokens <= $few { 8 } else { 4 };
+            for group in $crate::kernels::passes::groups(&rows, [side_by_side, 4, 1]) {
                 let mut t = 0;
                 for pass in 0..passes {
                     let tokens = $crate::kernels::passes::even_group(xs.tokens - t, $most);
@@ -224,6 +235,7 @@ macro_rules! dots_by_passes {
                     // SAFETY: the group's rows and tokens t .. t + tokens lie inside.
                     unsafe {
                         match (group.n, tokens) {
+                            $((8, $few_tokens) => dot::<8, $few_tokens>(part),)*
                             $((4, $tokens) => dot::<4, $tokens>(part), (_, $tokens) => dot::<1, $tokens>(part),)*
                             _ => unreachable!("groups have at most {} tokens", $most),
                         }

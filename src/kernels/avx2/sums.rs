@@ -27,15 +27,17 @@ pub fn sums4(v: [__m256; 4]) -> __m128 {
     _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps::<1>(abcd))
 }
 
-/// Writes the sums of a pass of `T` tokens and `R` rows (4 or 1).
+/// Writes the sums of a pass of `T` tokens and `R` rows (8, 4 or 1).
 #[inline]
 #[target_feature(enable = "avx2")]
 // SAFETY: contract: of `DotPass::store`.
 pub unsafe fn store_sums<const R: usize, const T: usize>(acc: &[[__m256; T]; R], pass: &DotPass<'_>) {
     for t in 0..T {
-        let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm256_setzero_ps() }));
-        // SAFETY: a token of the pass.
-        unsafe { pass.store(t, sums) };
+        for first in (0..R).step_by(4) {
+            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm256_setzero_ps() };
+            // SAFETY: a token of the pass, rows of its group.
+            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
+        }
     }
 }
 

@@ -156,9 +156,9 @@ unsafe fn stream<const R: usize, const P: usize>(
     }
 }
 
-dots_by_passes!("avx512f,avx512bw,fma", 5, [1 2 3 4 5]);
+dots_by_passes!("avx512f,avx512bw,fma", 5, [1 2 3 4 5], 2, [1 2]);
 
-/// Rows `[i, i + R)` (R is 4 or 1) times `T` token rows.
+/// Rows `[i, i + R)` (R is 8, 4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,fma")]
 // SAFETY: as `dots`.
@@ -194,8 +194,10 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
         step(at, std::array::from_fn(|r| unsafe { load32(w[r], at, k) }), &mut acc);
     }
     for t in 0..T {
-        let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
-        // SAFETY: a token of the pass.
-        unsafe { pass.store(t, sums) };
+        for first in (0..R).step_by(4) {
+            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm512_setzero_ps() };
+            // SAFETY: a token of the pass, rows of its group.
+            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
+        }
     }
 }

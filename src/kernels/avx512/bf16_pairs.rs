@@ -156,9 +156,9 @@ impl Block<'_> {
     }
 }
 
-dots_by_passes!("avx512f,avx512bw,avx512vl,avx512bf16", 6, [1 2 3 4 5 6]);
+dots_by_passes!("avx512f,avx512bw,avx512vl,avx512bf16", 6, [1 2 3 4 5 6], 2, [1 2]);
 
-/// Rows `[i, i + R)` (R is 4 or 1) times `T` token rows.
+/// Rows `[i, i + R)` (R is 8, 4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 // SAFETY: as `dots`.
@@ -190,8 +190,10 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
         }
     }
     for t in 0..T {
-        let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
-        // SAFETY: a token of the pass.
-        unsafe { pass.store(t, sums) };
+        for first in (0..R).step_by(4) {
+            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm512_setzero_ps() };
+            // SAFETY: a token of the pass, rows of its group.
+            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
+        }
     }
 }

@@ -73,11 +73,16 @@ fn products(isa: Avx512, w: &Weights<'_>, x: &[Vec<f32>]) -> Vec<Vec<Vec<f32>>> 
     all
 }
 
-fn check(dtype: DType, [k, n, tokens]: [usize; 3], seed: u64) -> Result<(), TestCaseError> {
+/// Rows that are `gap` bytes apart, with NaN between them, up to the end of a page.
+fn check(dtype: DType, [k, n, tokens]: [usize; 3], gap: usize, seed: u64) -> Result<(), TestCaseError> {
     let Some(isa) = isa() else { return Ok(()) };
     let mut random = Random(seed);
-    let bytes = Guarded::new(&random.weights(dtype, k * n));
-    let w = Weights::contiguous(dtype, &bytes, [k, n, 1]);
+    let row = dtype.row_bytes(k);
+    let mut bytes = vec![0xFF; (row + gap) * n - gap];
+    bytes.chunks_mut(row + gap).for_each(|to| to[..row].copy_from_slice(&random.weights(dtype, k)));
+    let bytes = Guarded::new(&bytes);
+    // SAFETY: n rows with gaps.
+    let w = unsafe { Weights::from_raw(dtype, bytes.as_ptr(), [k, n, 1], [row + gap, 0]) };
     let x: Vec<Vec<f32>> = (0..tokens).map(|_| random.vec(k)).collect();
     let rows = w.rows(0, 0, n);
     let want: Vec<_> =
@@ -97,13 +102,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn bf16_products_are_the_oracles(k in 1usize..700, n in 1usize..70, tokens in 1usize..66, seed: u64) {
-        check(DType::Bf16, [k, n, tokens], seed)?;
+    fn bf16_products_are_the_oracles(k in 1usize..700, n in 1usize..70, tokens in 1usize..66, gap in 0usize..4, seed: u64) {
+        check(DType::Bf16, [k, n, tokens], gap, seed)?;
     }
 
     #[test]
-    fn q8_0_products_are_the_oracles(blocks in 1usize..24, n in 1usize..70, tokens in 1usize..66, seed: u64) {
-        check(DType::Q8_0, [blocks * 32, n, tokens], seed)?;
+    fn q8_0_products_are_the_oracles(blocks in 1usize..24, n in 1usize..70, tokens in 1usize..66, gap in 0usize..4, seed: u64) {
+        check(DType::Q8_0, [blocks * 32, n, tokens], gap, seed)?;
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::kernels::passes::{DotPass, Sweep, dots_by_passes};
 use crate::pack::{Q8_ROW_BLOCK, TokenRows};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 
-dots_by_passes!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c", 5, [1 2 3 4 5]);
+dots_by_passes!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c", 5, [1 2 3 4 5], 0, []);
 
 /// Two neighbouring blocks of a row: their quants as `w + 128`, and their scales, eight lanes each. With `both` unset the
 /// second is not there: scale 0.
@@ -62,8 +62,10 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
         }
     }
     for t in 0..T {
-        let sums = sums4(std::array::from_fn(|r| if r < R { acc[r][t] } else { _mm512_setzero_ps() }));
-        // SAFETY: a token of the pass.
-        unsafe { pass.store(t, sums) };
+        for first in (0..R).step_by(4) {
+            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm512_setzero_ps() };
+            // SAFETY: a token of the pass, rows of its group.
+            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
+        }
     }
 }
