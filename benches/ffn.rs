@@ -3,7 +3,7 @@
 //! `cargo bench --bench ffn [-- FILTER]`. With `LLAMA_BIN` naming the `bin` folder of a llama.cpp build with shared libraries
 //! (`/…/build/bin`), ggml's chain runs beside ours and the results are compared. After criterion's lines, a table gives, for
 //! each layer, the best times, bytes and operations a second, and percent of the ceilings measured in the same run, all at the
-//! same number of threads (`BENCH_THREADS`, 2 if not set).
+//! same number of threads (`BENCH_THREADS`, 2 if not set), on the CPU's best engine or the one that `BENCH_ISA` names.
 
 mod common;
 
@@ -15,7 +15,6 @@ use common::ggml::Ggml;
 use common::layer::{Layer, Memory, SHAPES, Shape, even, few, skewed, weight_bytes};
 use common::meter::Ceilings;
 use criterion::{BenchmarkId, Criterion};
-use ggml_hina::isa::Isa;
 use ggml_hina::tensor::DType;
 
 /// Tokens of an expert.
@@ -84,8 +83,8 @@ fn nmse(got: &[f32], want: &[f32]) -> f64 {
 }
 
 fn main() {
-    let Some(isa) = Isa::best() else {
-        println!("skipped: this CPU has no AVX2");
+    let Some(isa) = common::isa() else {
+        println!("skipped: this CPU has no AVX2, or not what BENCH_ISA names");
         return;
     };
     let threads = std::env::var("BENCH_THREADS").ok().and_then(|t| t.parse().ok()).unwrap_or(2);

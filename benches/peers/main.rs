@@ -50,7 +50,7 @@ fn main() {
     if args.iter().any(|a| a == "--test") {
         return;
     }
-    let Some(isa) = Isa::best() else {
+    let Some(isa) = common::isa() else {
         println!("skipped: this CPU has no AVX2");
         return;
     };

@@ -2,7 +2,7 @@
 //!
 //! | tiles | full k steps | last k step, k % 32 > 1 |
 //! |---|---|---|
-//! | 0 to 3 | C, up to four of 16 rows x 16 tokens, or several sums of one | the same |
+//! | 0 to 3 | C, up to four of 16 rows x 16 tokens | the same |
 //! | 4 | weights, 16 rows x 32 k | |
 //! | 5 | panel, 32 k x 16 tokens | |
 //! | 6 | as 4 where there is no last step | weights, 16 rows x what is left of k |
