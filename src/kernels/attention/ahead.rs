@@ -6,15 +6,20 @@ use super::Source;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
+/// Bytes of a stream, at least, and how many there are side by side, at most: the hardware runs ahead of each by itself within a page, by
+/// so few lines that one stream alone is not ahead by the time that memory takes (docs/MEMORY.md).
+const STREAM: usize = 4096;
+const STREAMS: usize = 8;
 
 /// The rows of the cache that will be widened next, asked for line by line.
 #[derive(Clone, Copy, Debug)]
 pub struct Ahead {
     at: *const u8,
-    /// Lines of a row, and how many are left of this one.
+    /// Lines that are asked for side by side, or are a row's, how far apart they are, and how many are left of these.
     lines: usize,
+    apart: usize,
     left: usize,
-    /// Bytes from the end of a row's lines to the next row.
+    /// Bytes from behind the last of them to the next ones.
     skip: usize,
     /// Lines left in all.
     total: usize,
@@ -24,17 +29,22 @@ pub struct Ahead {
 
 impl Ahead {
     /// Nothing to ask for.
-    pub const NOTHING: Self = Self { at: std::ptr::null(), lines: 0, left: 0, skip: 0, total: 0, portion: 0 };
+    pub const NOTHING: Self = Self { at: std::ptr::null(), lines: 0, apart: 0, left: 0, skip: 0, total: 0, portion: 0 };
 
     /// Asks for `rows` in `portions` portions.
     pub fn new(rows: Source, portions: usize) -> Self {
         let bytes = rows.dtype.row_bytes(rows.d);
-        let (bytes, stride, n) =
-            if bytes == rows.stride { (bytes * rows.rows, 0, 1) } else { (bytes, rows.stride, rows.rows) };
-        let lines = (rows.data.addr() % LINE + bytes).div_ceil(LINE);
-        let total = lines * n;
-        let skip = stride.wrapping_sub(lines * LINE);
-        Self { at: rows.data, lines, left: lines, skip, total, portion: total.div_ceil(portions.max(1)) }
+        let lines = |bytes: usize| (rows.data.addr() % LINE + bytes).div_ceil(LINE);
+        let (side, apart, next, total) = if bytes == rows.stride {
+            let all = bytes * rows.rows;
+            let streams = (all / STREAM).clamp(1, STREAMS);
+            let each = lines(all).div_ceil(streams);
+            (streams, each * LINE, LINE, each * streams)
+        } else {
+            (lines(bytes), LINE, rows.stride, lines(bytes) * rows.rows)
+        };
+        let skip = next.wrapping_sub(side * apart);
+        Self { at: rows.data, lines: side, apart, left: side, skip, total, portion: total.div_ceil(portions.max(1)) }
     }
 
     /// Asks for the next portion, into the second-level cache: the rows of a head lie a power of two apart, and would throw
@@ -44,7 +54,7 @@ impl Ahead {
         for _ in 0..self.portion.min(self.total) {
             // SAFETY: a prefetch touches nothing; any address is allowed.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
-            self.at = self.at.wrapping_add(LINE);
+            self.at = self.at.wrapping_add(self.apart);
             self.left -= 1;
             self.total -= 1;
             if self.left == 0 {
