@@ -92,11 +92,7 @@ fn main() {
                 .flat_map(|isa| USED.map(|used| (isa, used)))
                 .flat_map(|(isa, used)| TOKENS.map(|tokens| (isa, used, tokens)))
                 .map(|(isa, used, tokens)| {
-                    let engine = match isa {
-                        Isa::Amx(_) => "amx",
-                        Isa::Avx512(_) => "avx512",
-                        Isa::Avx2(_) => "avx2",
-                    };
+                    let engine = isa.name();
                     (isa, used, tokens, format!("numa/{engine}/{name}/{dtype:?}/{used}x{tokens}").to_lowercase())
                 })
                 .filter(|(.., path)| wanted(path))

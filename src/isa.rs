@@ -269,6 +269,15 @@ impl Isa {
         [amx, avx512, avx2].into_iter().flatten().collect()
     }
 
+    /// What `GGML_HINA_ISA` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Amx(_) => "amx",
+            Self::Avx512(_) => "avx512",
+            Self::Avx2(_) => "avx2",
+        }
+    }
+
     /// The best engine of this CPU, or none if even AVX2 is missing.
     pub fn best() -> Option<Self> {
         Self::all().first().copied()

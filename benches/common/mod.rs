@@ -9,14 +9,7 @@ pub mod meter;
 /// The engine to measure: the CPU's best, or what `BENCH_ISA` names (`amx`, `avx512`, `avx2`); none if there is none such.
 pub fn isa() -> Option<Isa> {
     let wanted = given("BENCH_ISA").map(|name| name.to_string_lossy().to_lowercase());
-    Isa::all().into_iter().find(|isa| {
-        let name = match isa {
-            Isa::Amx(_) => "amx",
-            Isa::Avx512(_) => "avx512",
-            Isa::Avx2(_) => "avx2",
-        };
-        wanted.as_deref().is_none_or(|wanted| wanted == name)
-    })
+    Isa::all().into_iter().find(|isa| wanted.as_deref().is_none_or(|wanted| wanted == isa.name()))
 }
 
 /// What the user gives in an environment variable; an empty one counts as not set.

@@ -51,7 +51,7 @@ fn main() {
         return;
     }
     let Some(isa) = common::isa() else {
-        println!("skipped: this CPU has no AVX2");
+        println!("skipped: this CPU has no AVX2, or not what BENCH_ISA names");
         return;
     };
     let patterns: Vec<&String> = args.iter().filter(|a| !a.starts_with("--")).collect();

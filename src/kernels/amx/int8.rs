@@ -244,7 +244,7 @@ impl Run<'_> {
         }
         // A line of each row is about two blocks.
         if FIRST && b.is_multiple_of(2) {
-            prefetch::<true>(self.ahead.wrapping_add(b * Q8_0_BYTES), self.stride);
+            prefetch(self.ahead.wrapping_add(b * Q8_0_BYTES), self.stride);
         }
     }
 

@@ -154,42 +154,24 @@ impl Tiling {
     }
 }
 
-/// Prefetches one line of each of 16 rows from `at` on, into L2 (or `NEAR`, into L1). Never a fault, wherever that is.
+/// Prefetches one line of each of 16 rows from `at` on, into L1. Never a fault, wherever that is.
 ///
 /// In assembler because the compiler else keeps 16 addresses for each tile, and has not the registers.
 #[inline(always)]
-fn prefetch<const NEAR: bool>(at: *const u8, stride: usize) {
+fn prefetch(at: *const u8, stride: usize) {
     macro_rules! four {
-        ($prefetch:literal) => {
-            concat!(
-                $prefetch,
-                " [{p}]\n",
-                $prefetch,
-                " [{p} + {s}]\n",
-                $prefetch,
-                " [{p} + 2 * {s}]\n",
-                $prefetch,
-                " [{p} + {t}]"
-            )
-        };
-    }
-    macro_rules! sixteen {
-        ($prefetch:literal) => {
-            asm!(
-                four!($prefetch), "lea {p}, [{p} + 4 * {s}]", four!($prefetch), "lea {p}, [{p} + 4 * {s}]",
-                four!($prefetch), "lea {p}, [{p} + 4 * {s}]", four!($prefetch),
-                p = inout(reg) at.addr() => _, s = in(reg) stride, t = in(reg) 3 * stride,
-                options(nomem, nostack, preserves_flags)
-            )
+        () => {
+            "prefetcht0 [{p}]\nprefetcht0 [{p} + {s}]\nprefetcht0 [{p} + 2 * {s}]\nprefetcht0 [{p} + {t}]"
         };
     }
     // SAFETY: a prefetch only hints.
     unsafe {
-        if NEAR {
-            sixteen!("prefetcht0");
-        } else {
-            sixteen!("prefetcht1");
-        }
+        asm!(
+            four!(), "lea {p}, [{p} + 4 * {s}]", four!(), "lea {p}, [{p} + 4 * {s}]",
+            four!(), "lea {p}, [{p} + 4 * {s}]", four!(),
+            p = inout(reg) at.addr() => _, s = in(reg) stride, t = in(reg) 3 * stride,
+            options(nomem, nostack, preserves_flags)
+        )
     }
 }
 

@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-use super::transpose::sums4;
+use super::transpose::store_sums;
 use crate::kernels::passes::{DotPass, Group, Sweep, dots_by_passes, even_group, groups};
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
@@ -158,7 +158,7 @@ unsafe fn stream<const R: usize, const P: usize>(
 
 dots_by_passes!("avx512f,avx512bw,fma", 5, [1 2 3 4 5], 2, [1 2]);
 
-/// Rows `[i, i + R)` (R is 8, 4 or 1) times `T` token rows.
+/// A group of `R` rows (8, 4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,fma")]
 // SAFETY: as `dots`.
@@ -193,11 +193,6 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
         // SAFETY: below k.
         step(at, std::array::from_fn(|r| unsafe { load32(w[r], at, k) }), &mut acc);
     }
-    for t in 0..T {
-        for first in (0..R).step_by(4) {
-            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm512_setzero_ps() };
-            // SAFETY: a token of the pass, rows of its group.
-            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
-        }
-    }
+    // SAFETY: the pass is the caller's.
+    unsafe { store_sums(&acc, &pass) };
 }

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::kernels::avx512::transpose::sums4;
+use crate::kernels::avx512::transpose::store_sums;
 use crate::kernels::passes::{Ahead, DotPass, Sweep, dots_by_passes, even_group};
 use crate::pack::{PANEL, Panels, TokenRows};
 use crate::tensor::Rows;
@@ -158,7 +158,7 @@ impl Block<'_> {
 
 dots_by_passes!("avx512f,avx512bw,avx512vl,avx512bf16", 6, [1 2 3 4 5 6], 2, [1 2]);
 
-/// Rows `[i, i + R)` (R is 8, 4 or 1) times `T` token rows.
+/// A group of `R` rows (8, 4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 // SAFETY: as `dots`.
@@ -189,11 +189,6 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
             step(k / 32, std::array::from_fn(last), &mut acc);
         }
     }
-    for t in 0..T {
-        for first in (0..R).step_by(4) {
-            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm512_setzero_ps() };
-            // SAFETY: a token of the pass, rows of its group.
-            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
-        }
-    }
+    // SAFETY: the pass is the caller's.
+    unsafe { store_sums(&acc, &pass) };
 }

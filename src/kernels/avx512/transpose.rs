@@ -1,6 +1,10 @@
 //! Transposes and horizontal sums in registers.
 
+#![expect(clippy::needless_range_loop, reason = "register blocks are indexed by row and token")]
+
 use std::arch::x86_64::*;
+
+use crate::kernels::passes::DotPass;
 
 /// Transposes a 16 x 16 matrix of 32-bit values: lane `j` of vector `i` goes to lane `i` of vector `j`.
 #[inline]
@@ -45,6 +49,20 @@ pub fn sums4(v: [__m512; 4]) -> __m128 {
     let upper = _mm512_castpd_ps(_mm512_castpd256_pd512(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(abcd))));
     let half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_castps512_ps256(upper));
     _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half))
+}
+
+/// Writes the sums of a pass of `T` tokens and `R` rows (8, 4 or 1).
+#[inline]
+#[target_feature(enable = "avx512f")]
+// SAFETY: contract: of `DotPass::store`.
+pub unsafe fn store_sums<const R: usize, const T: usize>(acc: &[[__m512; T]; R], pass: &DotPass<'_>) {
+    for t in 0..T {
+        for first in (0..R).step_by(4) {
+            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm512_setzero_ps() };
+            // SAFETY: a token of the pass, rows of its group.
+            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
+        }
+    }
 }
 
 #[cfg(test)]

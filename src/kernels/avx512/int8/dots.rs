@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::kernels::avx512::transpose::sums4;
+use crate::kernels::avx512::transpose::store_sums;
 use crate::kernels::passes::{DotPass, Sweep, dots_by_passes};
 use crate::pack::{Q8_ROW_BLOCK, TokenRows};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
@@ -32,7 +32,7 @@ unsafe fn two_blocks(block: *const u8, both: bool) -> (__m512i, __m512) {
     }
 }
 
-/// Rows `[i, i + R)` (R is 4 or 1) times `T` token rows.
+/// A group of `R` rows (4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
 // SAFETY: as `dots`.
@@ -61,11 +61,6 @@ unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
             }
         }
     }
-    for t in 0..T {
-        for first in (0..R).step_by(4) {
-            let row = |r: usize| if first + r < R { acc[first + r][t] } else { _mm512_setzero_ps() };
-            // SAFETY: a token of the pass, rows of its group.
-            unsafe { pass.store(t, first, sums4(std::array::from_fn(row))) };
-        }
-    }
+    // SAFETY: the pass is the caller's.
+    unsafe { store_sums(&acc, &pass) };
 }
