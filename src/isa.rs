@@ -68,7 +68,7 @@ impl fmt::Display for AmxRefused {
             Self::NotInCpu => write!(f, "this CPU has no AMX-BF16 and AMX-INT8"),
             Self::NotInXcr0 => write!(f, "the operating system or hypervisor does not enable AMX tile state"),
             Self::NoPermission(e) => write!(f, "the kernel refuses AMX permission (errno {e})"),
-            Self::NoAvx512 => write!(f, "AMX is there but AVX-512 BF16 and VNNI are not"),
+            Self::NoAvx512 => write!(f, "AMX is there but AVX-512 BF16, VNNI and VBMI are not"),
         }
     }
 }
@@ -93,7 +93,7 @@ impl Amx {
             }
         }
         request_permission()?;
-        let avx512 = Avx512::detect().ok_or(AmxRefused::NoAvx512)?;
+        let avx512 = avx512_of_amx().ok_or(AmxRefused::NoAvx512)?;
         Ok(Self { avx512, fp16: (emulated() || fp16_in_cpuid()).then_some(AmxFp16(())) })
     }
 
@@ -105,7 +105,7 @@ impl Amx {
     // SAFETY: contract above.
     #[doc(hidden)]
     pub unsafe fn assume_emulated() -> Result<Self, AmxRefused> {
-        let avx512 = Avx512::detect().ok_or(AmxRefused::NoAvx512)?;
+        let avx512 = avx512_of_amx().ok_or(AmxRefused::NoAvx512)?;
         Ok(Self { avx512, fp16: Some(AmxFp16(())) })
     }
 
@@ -132,6 +132,11 @@ impl Amx {
     pub unsafe fn with_fp16(self) -> Self {
         Self { fp16: Some(AmxFp16(())), ..self }
     }
+}
+
+/// The AVX-512 that goes with tiles, VBMI among it (each CPU with AMX has that, not each that emulates it).
+fn avx512_of_amx() -> Option<Avx512> {
+    Avx512::detect().filter(|_| is_x86_feature_detected!("avx512vbmi"))
 }
 
 /// Whether an AMX emulator in this process says that it answers for AMX (see crate `amx-emu`).

@@ -47,7 +47,7 @@ pub const MAX_TOKEN_ROWS: usize = 31;
 /// The right operand of a product: `tokens` tokens in `tokens.div_ceil(16)` panels, 64-byte aligned.
 #[derive(Clone, Copy, Debug)]
 pub struct Panels<'a> {
-    /// What the weights are: BF16 or Q8_0; decides the panel's layout.
+    /// What the tokens are packed as: BF16, or as for Q8_0 weights; decides the panel's layout.
     pub dtype: DType,
     /// Address of the first panel.
     pub data: *const u8,
@@ -55,8 +55,10 @@ pub struct Panels<'a> {
     pub k: usize,
     /// Tokens, at least one.
     pub tokens: usize,
-    /// Bytes from a panel to the next: [`panel_bytes`] of the whole K, also in a view of some columns.
+    /// Bytes from a panel to the next: at least [`panel_bytes`] of the whole K, also in a view of some columns.
     pub stride: usize,
+    /// Panels that are read after these: where they begin, and their bytes (0 if that is not known). Only prefetched.
+    pub next: (*const u8, usize),
     life: PhantomData<&'a [u8]>,
 }
 
@@ -69,7 +71,8 @@ impl Panels<'_> {
     // SAFETY: contract above.
     pub unsafe fn from_raw(dtype: DType, data: *const u8, k: usize, tokens: usize) -> Self {
         debug_assert!(data.addr().is_multiple_of(64) && tokens > 0);
-        Self { dtype, data, k, tokens, stride: panel_bytes(dtype, k), life: PhantomData }
+        let next = (std::ptr::null(), 0);
+        Self { dtype, data, k, tokens, stride: panel_bytes(dtype, k), next, life: PhantomData }
     }
 
     /// Columns `[k0, k0 + k)` of the same tokens: the right operand for [`Rows::columns`](crate::tensor::Rows::columns).
@@ -81,6 +84,17 @@ impl Panels<'_> {
         // SAFETY: inside the first panel.
         let data = unsafe { self.data.add(panel_bytes(self.dtype, k0)) };
         Self { data, k, ..*self }
+    }
+
+    /// The same, `stride` bytes from one panel to the next: as many as a panel has, or more.
+    pub fn apart(self, stride: usize) -> Self {
+        debug_assert!(stride >= panel_bytes(self.dtype, self.k) || self.tokens <= PANEL);
+        Self { stride, ..self }
+    }
+
+    /// The same, behind which the `bytes` bytes at `next` are read.
+    pub fn then(self, next: *const u8, bytes: usize) -> Self {
+        Self { next: (next, bytes), ..self }
     }
 
     /// Panels `[p, p + n)`.

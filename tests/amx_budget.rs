@@ -61,16 +61,27 @@ fn products(amx: Amx, dtype: DType, shape: [usize; 3], calls: usize) -> Stats {
 }
 
 /// The same with weights `offset` bytes off the cache lines.
-fn products_off(amx: Amx, dtype: DType, [k, n, tokens]: [usize; 3], calls: usize, offset: usize) -> Stats {
+fn products_off(amx: Amx, dtype: DType, shape: [usize; 3], calls: usize, offset: usize) -> Stats {
+    products_as(amx, (dtype, dtype), shape, calls, offset)
+}
+
+/// The same with tokens packed as `form`.
+fn products_as(
+    amx: Amx,
+    (dtype, form): (DType, DType),
+    [k, n, tokens]: [usize; 3],
+    calls: usize,
+    offset: usize,
+) -> Stats {
     let w = weights(dtype, [k, n, 1], offset);
     let panels = tokens.div_ceil(PANEL);
-    let (x, c) = (zeros(panels * panel_bytes(dtype, k)), zeros(panels * n * PANEL * 4));
+    let (x, c) = (zeros(panels * panel_bytes(form, k)), zeros(panels * n * PANEL * 4));
     let engine = AmxEngine::new(amx);
     count(|| {
         let session = &mut engine.begin();
         for _ in 0..calls {
             // SAFETY: both areas have the size their layout asks for.
-            unsafe { engine.product(session, w.rows(0, 0, n), Panels::from_raw(dtype, x, k, tokens), c.cast(), false) };
+            unsafe { engine.product(session, w.rows(0, 0, n), Panels::from_raw(form, x, k, tokens), c.cast(), false) };
         }
     })
 }
@@ -137,6 +148,21 @@ fn tails_cost_one_step() {
     let s = products(amx, DType::Bf16, [96 + 18, 64 + 3, 16], 1);
     assert_eq!(totals(&s), [5 * 4 * 2, 5 * 4, 5]);
     assert_eq!(s.get(Op::Ldtilecfg), 1);
+}
+
+#[test]
+fn q8_0_made_bf16_stores_each_tile_of_c_once() {
+    let Some((amx, _turn)) = emulated() else { return };
+    for (k, n, tokens) in [(2048, 64, 17), (768, 48, 64), (768, 96, 40)] {
+        let s = products_as(amx, (DType::Q8_0, DType::Bf16), [k, n, tokens], 1, 0);
+        let (blocks, panels) = ((k / 32 * n / 16) as u64, tokens.div_ceil(PANEL) as u64);
+        assert_eq!(
+            totals(&s),
+            [blocks * (1 + panels), blocks * panels, n as u64 / 16 * panels],
+            "k {k} n {n} m {tokens}"
+        );
+        assert_eq!(s.get(Op::Tdpbf16ps), blocks * panels);
+    }
 }
 
 #[test]

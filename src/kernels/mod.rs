@@ -36,11 +36,26 @@ pub trait Engine: Copy + Send + Sync {
     /// The same as [`Engine::ROWS`] where rows need not come in blocks of 32.
     const GROUP: usize = Self::ROWS;
 
+    /// Bytes of memory for [`Engine::lend`], for each thread.
+    const ROOM: usize = 0;
+
     /// The token of the vector instructions.
     fn vectors(self) -> Self::Vectors;
 
+    /// In what type an expert's `tokens` tokens that are lanes of panels are packed, for weights of `dtype`.
+    fn panel_dtype(self, dtype: DType, _tokens: usize) -> DType {
+        dtype
+    }
+
     /// Starts a run of products on this thread.
     fn begin(self) -> Self::Session;
+
+    /// Lends a session [`Engine::ROOM`] bytes; without them, products with many tokens may take longer.
+    ///
+    /// # Safety
+    /// `room` is 64-byte aligned, and the session's alone as long as that lives.
+    // SAFETY: contract above.
+    unsafe fn lend(self, _session: &mut Self::Session, _room: *mut u8) {}
 
     /// How many of an expert's `tokens` tokens (the last ones) are better multiplied as rows, by [`Vectors::dots`], than as
     /// lanes of panels; at most [`MAX_TOKEN_ROWS`](crate::pack::MAX_TOKEN_ROWS).
@@ -56,11 +71,11 @@ pub trait Engine: Copy + Send + Sync {
     /// `c[(panel * rows.n + row) * 16 + lane] (+)= sum over k of w[row][k] * x[k][panel][lane]`, in f32.
     ///
     /// With `add` the block is added to, else overwritten. Lanes past the last token get unspecified values (NaN where
-    /// a weight is Inf). BF16 weights take BF16 panels, Q8_0 weights take INT8 panels of the same k. Nothing outside the rows'
+    /// a weight is Inf). BF16 weights take BF16 panels, Q8_0 weights INT8 panels or those of [`Engine::panel_dtype`]. Nothing outside the rows'
     /// own bytes is read, not even the next row's: `0 * Inf` would be NaN there.
     ///
     /// # Safety
-    /// `rows` and `panels` are as their types promise and agree in `dtype` and `k`; `c` is 64-byte aligned and writable
+    /// `rows` and `panels` are as their types promise and agree in `k`; `c` is 64-byte aligned and writable
     /// for `panels.count() * rows.n * 16` f32.
     // SAFETY: contract above.
     unsafe fn product(self, session: &mut Self::Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool);

@@ -7,7 +7,7 @@ use crate::isa::Reading;
 use crate::kernels::glu::Glu;
 use crate::kernels::{Engine, Finish, Vectors};
 use crate::pack::{MAX_TOKEN_ROWS, PANEL};
-use crate::tensor::{DType, Rows};
+use crate::tensor::Rows;
 
 /// Some tokens of an expert.
 #[derive(Clone, Copy, Debug)]
@@ -63,8 +63,15 @@ pub struct Multiplier<E: Engine> {
 
 impl<E: Engine> Multiplier<E> {
     /// Starts a run of products on this thread.
-    pub fn new(engine: E) -> Self {
-        Self { engine, session: engine.begin() }
+    ///
+    /// # Safety
+    /// `room` is 64-byte aligned, and this value's, [`Engine::ROOM`] bytes, as long as it lives.
+    // SAFETY: contract above.
+    pub unsafe fn new(engine: E, room: *mut u8) -> Self {
+        let mut session = engine.begin();
+        // SAFETY: the caller's promise.
+        unsafe { engine.lend(&mut session, room) };
+        Self { engine, session }
     }
 
     /// The engine.
@@ -72,7 +79,7 @@ impl<E: Engine> Multiplier<E> {
         self.engine
     }
 
-    /// Multiplies the rows with the tokens of a chunk.
+    /// Multiplies the rows with the tokens of a chunk. Then come the tokens of expert `then`, if that is known.
     ///
     /// # Safety
     /// `packed` holds the expert's tokens for rows of this type and k; `c` is 64-byte aligned and writable for what
@@ -83,7 +90,7 @@ impl<E: Engine> Multiplier<E> {
         rows: Rows<'_>,
         packed: &Packed,
         active: &Active,
-        chunk: Chunk,
+        (chunk, then): (Chunk, Option<&Active>),
         c: *mut f32,
     ) -> CBlock {
         match chunk {
@@ -91,6 +98,7 @@ impl<E: Engine> Multiplier<E> {
                 // SAFETY: the caller's promise.
                 unsafe {
                     let panels = packed.panels(active, first, panels);
+                    let panels = then.map_or(panels, |then| packed.then(panels, then));
                     // The weights of further panels are not far: they came with the first.
                     let rows = if first > 0 { rows.by(Reading::Stretch) } else { rows };
                     self.engine.product(&mut self.session, rows, panels, c, false);
@@ -184,21 +192,13 @@ impl CBlock {
         }
     }
 
-    /// Transform (b): the block becomes columns `[first, first + n)` of the expert's packed tokens in `packed`, whose weights
-    /// are of type `dtype` and have `k` columns.
+    /// Transform (b): the block becomes columns `[first, first + n)` of the expert's packed tokens in `packed`.
     ///
     /// # Safety
     /// The block is initialised; those columns are nobody else's; `first` is a multiple of 32, and `n` too but at the end.
     // SAFETY: contract above.
-    pub unsafe fn repack(
-        &self,
-        v: impl Vectors,
-        packed: &Packed,
-        active: &Active,
-        first: usize,
-        (dtype, k): (DType, usize),
-    ) {
-        let n = self.n;
+    pub unsafe fn repack(&self, v: impl Vectors, packed: &Packed, active: &Active, first: usize) {
+        let (n, dtype, k) = (self.n, packed.panel_dtype(active), packed.k());
         match self.chunk {
             Chunk::Lanes { first: panel, panels, .. } => {
                 for p in 0..panels {
@@ -211,7 +211,7 @@ impl CBlock {
                 for t in 0..tokens {
                     let to = packed.row(active, t);
                     // SAFETY: token t of the block; columns of the expert's token row.
-                    unsafe { v.token_row(dtype, k, self.c.add(t * self.ld()), first, n, to) };
+                    unsafe { v.token_row(packed.dtype(), k, self.c.add(t * self.ld()), first, n, to) };
                 }
             }
         }

@@ -3,12 +3,12 @@
 //! Three phases with a barrier between (paper, section 4): route and gather; gate, up and GLU, whose result is stored as the
 //! panels of the next product; down, whose result is transposed, weighted and summed as it is stored.
 
-use super::blocks::{Blocks, block_rows, each, most_rows};
+use super::blocks::{Blocks, Cuts, MOST_ROWS, each, pieces};
 use super::cblock::{CBlock, Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
 use super::nodes::{OnNodes, Placed, Segments};
 use super::routing::{Active, Ids, Pair, Routing};
-use super::{Carver, OpError, cost, on_engine};
+use super::{Carver, OpError, cost, most_room, on_engine};
 use crate::cost::Cost;
 use crate::isa::Isa;
 use crate::kernels::glu::Glu;
@@ -79,6 +79,7 @@ struct Areas<'a> {
     routing: *mut u8,
     weights: *mut f32,
     c: *mut f32,
+    room: *mut u8,
     sums: *mut f32,
     /// Gate and up, and down, where they follow the pages of their weights.
     gate_up: Option<[Segments<'a>; 2]>,
@@ -142,6 +143,7 @@ impl<'a> Ffn<'a> {
         let routing = carver.take_each(Routing::scratch_bytes(pairs, experts), ith, nth);
         let weights = carver.take_each(pairs * 4, ith, nth).cast();
         let c = carver.take_each(ROOM * 4, ith, nth).cast();
+        let room = carver.take_each(most_room(), ith, nth);
         let sums = match self.parts.output {
             Output::Sum(_) => carver.take_each(ids.n_tokens() * sum_rows(ids.n_tokens()) * 4, ith, nth).cast(),
             Output::Slots(_) => std::ptr::null_mut(),
@@ -152,7 +154,7 @@ impl<'a> Ffn<'a> {
         let [gate, up] = [0, 1].map(|i| Segments::carve(self.placed[i], &mut carver, shape));
         let down = Segments::carve(self.placed[2], &mut over, shape);
         let gate_up = gate.zip(up).map(|(gate, up)| [gate, up]);
-        Areas { bytes: carver.used.max(over.used), x, h, routing, weights, c, sums, gate_up, down }
+        Areas { bytes: carver.used.max(over.used), x, h, routing, weights, c, room, sums, gate_up, down }
     }
 
     /// This worker's part; every worker of the team calls it with the same `scratch`.
@@ -172,6 +174,7 @@ impl<'a> Ffn<'a> {
     unsafe fn run_on<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
         let FfnParts { x, ids, gate, down, .. } = &self.parts;
         let mut areas = self.areas(scratch, w.ith(), w.nth());
+        (areas.x, areas.h) = (areas.x.on(engine), areas.h.on(engine));
         // Gate and down may differ in type, but a token is packed in one way for both.
         let apart = areas.gate_up.is_some() && areas.down.is_some();
         let rows = |w: &Weights<'_>, tokens: usize| {
@@ -197,7 +200,8 @@ impl<'a> Ffn<'a> {
         // SAFETY: carved for this many pairs; all workers of the team are here.
         unsafe { gather(engine.vectors(), w, &routing, &source, &areas.x) };
         w.barrier();
-        let multiplier = Multiplier::new(engine);
+        // SAFETY: carved for this worker alone.
+        let multiplier = unsafe { Multiplier::new(engine, areas.room) };
         let mut run = Run { parts: &self.parts, placed: self.placed, areas, routing, multiplier };
         // SAFETY: the tokens are packed; then, behind the barrier, the next product's tokens are.
         unsafe {
@@ -216,15 +220,15 @@ impl<'a> Ffn<'a> {
 /// Rows of a block of the down product with a sum: so that a thread's sums of all tokens stay in the L2
 /// cache (512 KiB up to 2048 tokens); at least any engine's [`Engine::GROUP`].
 fn sum_rows(tokens: usize) -> usize {
-    ((128 << 10) / tokens.max(1)).clamp(64, most_rows())
+    ((128 << 10) / tokens.max(1)).clamp(64, MOST_ROWS)
 }
 
 impl<E: Engine> Run<'_, E> {
     /// Phase 2: gate, up and GLU of the blocks that fall to this worker, into the down product's packed tokens.
     // SAFETY: the tokens are packed in `areas.x`, all workers are here.
     unsafe fn gate_up(&mut self, w: &Worker<'_>) {
-        let FfnParts { gate, up, gate_bias, up_bias, glu, down, .. } = *self.parts;
-        let [gates, ups] = [gate, up].map(|m| Blocks::new(self.multiplier.engine(), m, &self.routing, w.nth()));
+        let FfnParts { gate, up, gate_bias, up_bias, glu, .. } = *self.parts;
+        let gates = Blocks::new(self.multiplier.engine(), gate, &self.routing, w.nth());
         let segments = self.areas.gate_up;
         if let Some([g, u]) = segments {
             // SAFETY: packed and seated before the barrier.
@@ -236,24 +240,32 @@ impl<E: Engine> Run<'_, E> {
         }
         let (c, room) = (self.areas.c, ROOM / 2);
         each(w, gates.count(), |block, next| {
-            let (active, gate, first) = gates.get(block);
-            let (_, up, _) = ups.get(block);
+            let (active, first, n) = gates.get(block);
             if segments.is_none() {
-                self.count(w, 0..2, active.expert, (first, gate.n));
+                self.count(w, 0..2, active.expert, (first, n));
             }
-            let gate = gate.then(up.data);
-            let up = next.map_or(up, |next| up.then(gates.start(next)));
-            let bias = [gate_bias, up_bias].map(|b| Bias::at(b, active.expert, first));
-            for chunk in Chunk::all(active, gate.n, room) {
-                // SAFETY: packed before the barrier and only read since; this worker's two C blocks; columns of the next
-                // tokens that are this worker's.
-                unsafe {
-                    let [sg, su] = segments.map_or([None; 2], |s| s.map(Some));
-                    let (x, v) = (self.areas.x, self.multiplier.engine().vectors());
-                    let g = self.block(sg, gate, &x, (active, first), chunk, c);
-                    let u = self.block(su, up, &x, (active, first), chunk, c.add(room));
-                    g.glu(v, glu, &u, bias);
-                    g.repack(v, &self.areas.h, active, first, (down.dtype, down.k));
+            let mut pieces = pieces(self.multiplier.engine(), active, n).map(|(at, n)| (first + at, n)).peekable();
+            while let Some((first, n)) = pieces.next() {
+                let [gate, up] = [gate, up].map(|m| m.rows(active.expert, first, n));
+                let gate = gate.then(up.data);
+                let (up, then) = match (pieces.peek(), next) {
+                    (Some(&(first, _)), _) => (up.then(gates.start_of(active, first)), None),
+                    (None, Some(next)) => (up.then(gates.start(next)), Some(gates.get(next).0)),
+                    (None, None) => (up, None),
+                };
+                let then = then.filter(|next| next.expert != active.expert);
+                let bias = [gate_bias, up_bias].map(|b| Bias::at(b, active.expert, first));
+                for chunk in Chunk::all(active, n, room) {
+                    // SAFETY: packed before the barrier and only read since; this worker's two C blocks; columns of the next
+                    // tokens that are this worker's.
+                    unsafe {
+                        let [sg, su] = segments.map_or([None; 2], |s| s.map(Some));
+                        let (x, v) = (self.areas.x, self.multiplier.engine().vectors());
+                        let g = self.block(sg, gate, &x, (active, first), (chunk, None), c);
+                        let u = self.block(su, up, &x, (active, first), (chunk, then), c.add(room));
+                        g.glu(v, glu, &u, bias);
+                        g.repack(v, &self.areas.h, active, first);
+                    }
                 }
             }
         });
@@ -274,14 +286,14 @@ impl<E: Engine> Run<'_, E> {
         rows: Rows<'_>,
         packed: &Packed,
         (active, first): (&Active, usize),
-        chunk: Chunk,
+        (chunk, then): (Chunk, Option<&Active>),
         c: *mut f32,
     ) -> CBlock {
         // SAFETY: the caller's promise.
         unsafe {
             match segments {
                 Some(segments) => segments.block(active, (first, rows.n), chunk, c),
-                None => self.multiplier.product(rows, packed, active, chunk, c),
+                None => self.multiplier.product(rows, packed, active, (chunk, then), c),
             }
         }
     }
@@ -313,64 +325,81 @@ impl<E: Engine> Run<'_, E> {
     /// Phase 3, each slot for itself.
     // SAFETY: the tokens are packed in `areas.h`, all workers are here.
     unsafe fn down(&mut self, w: &Worker<'_>, dst: ViewMut<'_>) {
-        let FfnParts { down, down_bias, .. } = *self.parts;
+        let FfnParts { down, .. } = *self.parts;
         let blocks = Blocks::new(self.multiplier.engine(), down, &self.routing, w.nth());
         each(w, blocks.count(), |block, next| {
-            let (active, rows, first) = blocks.get(block);
+            let (active, first, n) = blocks.get(block);
             if self.areas.down.is_none() {
-                self.count(w, 2..3, active.expert, (first, rows.n));
+                self.count(w, 2..3, active.expert, (first, n));
             }
-            let rows = next.map_or(rows, |next| rows.then(blocks.start(next)));
-            let finish = Finish { bias: Bias::at(down_bias, active.expert, first), add: false };
-            for chunk in Chunk::all(active, rows.n, ROOM) {
-                let at = chunk.range();
-                let pairs = &self.routing.of(active)[at.clone()];
-                let to = |t: usize| dst.row(pairs[t].slot as usize, pairs[t].token as usize, 0).wrapping_add(first);
-                // SAFETY: packed before the barrier and only read since; this worker's C block and columns of dst.
-                unsafe {
-                    let (segments, h, c) = (self.areas.down, self.areas.h, self.areas.c);
-                    let c = self.block(segments, rows, &h, (active, first), chunk, c);
-                    c.finish(self.multiplier.engine().vectors(), finish, |t| self.weight(active, at.start + t), to);
-                }
+            let then = next.map(|next| (blocks.start(next), blocks.get(next).0));
+            let then = then.map(|(next, other)| (next, Some(other).filter(|other| other.expert != active.expert)));
+            // SAFETY: packed before the barrier and only read since; this worker's columns of dst.
+            unsafe {
+                let to = |p: Pair| dst.row(p.slot as usize, p.token as usize, 0).wrapping_add(first);
+                self.down_block((active, first, n), then, false, to);
             }
         });
+    }
+
+    /// The down product of an expert's rows `[first, first + n)`, weighted and written, or added, to `to` of each pair. Then come the weights
+    /// at `then`, and if it says so another expert's tokens.
+    // SAFETY: the tokens are packed in `areas.h`; `to` is writable for n f32 and this worker's.
+    unsafe fn down_block(
+        &mut self,
+        (active, first, n): (&Active, usize, usize),
+        then: Option<(*const u8, Option<&Active>)>,
+        add: bool,
+        to: impl Fn(Pair) -> *mut f32,
+    ) {
+        let FfnParts { down, down_bias, .. } = *self.parts;
+        let mut pieces = pieces(self.multiplier.engine(), active, n).peekable();
+        while let Some((at, n)) = pieces.next() {
+            let rows = down.rows(active.expert, first + at, n);
+            let (rows, other) = match (pieces.peek(), then) {
+                (Some(&(at, _)), _) => (rows.then(down.rows(active.expert, first + at, 0).data), None),
+                (None, Some((next, other))) => (rows.then(next), other),
+                (None, None) => (rows, None),
+            };
+            let finish = Finish { bias: Bias::at(down_bias, active.expert, first + at), add };
+            for chunk in Chunk::all(active, n, ROOM) {
+                let tokens = chunk.range();
+                let pairs = &self.routing.of(active)[tokens.clone()];
+                // SAFETY: the caller's promise; this worker's C block.
+                unsafe {
+                    let (segments, h, c) = (self.areas.down, self.areas.h, self.areas.c);
+                    let c = self.block(segments, rows, &h, (active, first + at), (chunk, other), c);
+                    let weight = |t| self.weight(active, tokens.start + t);
+                    c.finish(self.multiplier.engine().vectors(), finish, weight, |t| to(pairs[t]).wrapping_add(at));
+                }
+            }
+        }
     }
 
     /// Phase 3 with the sum over the slots: a block of output rows at a time, all experts in turn, so that each sum has one
     /// writer and one order.
     // SAFETY: the tokens are packed in `areas.h`, all workers are here.
     unsafe fn down_sum(&mut self, w: &Worker<'_>, dst: ViewMut<'_>) {
-        let FfnParts { down, down_bias, ids, .. } = *self.parts;
+        let FfnParts { down, ids, .. } = *self.parts;
         let (active, tokens) = (self.routing.active, ids.n_tokens());
         let step = if active.iter().any(|a| a.lanes() > 0) { E::GROUP } else { 8 };
-        let size = block_rows(&down, down.n, w.nth(), (step, sum_rows(tokens)));
-        let n = |block: usize| size.min(down.n - block * size);
-        each(w, down.n.div_ceil(size), |block, next| {
-            let (first, n, sums) = (block * size, n(block), self.areas.sums);
+        let cuts = Cuts::new(self.multiplier.engine(), &down, &self.routing, w.nth(), (step, sum_rows(tokens)));
+        each(w, cuts.iter().count(), |block, next| {
+            let ((first, n), size, sums) = (cuts.get(block), cuts.largest(), self.areas.sums);
             // SAFETY: this worker's sums.
             unsafe { sums.write_bytes(0, tokens * size) };
             for (i, a) in active.iter().enumerate() {
-                let rows = down.rows(a.expert, first, n);
                 if self.areas.down.is_none() {
                     self.count(w, 2..3, a.expert, (first, n));
                 }
-                let next = match active.get(i + 1) {
-                    Some(a) => Some(down.rows(a.expert, first, 0)),
-                    None => next.map(|next| down.rows(active[0].expert, next * size, 0)),
+                let start = |a: &Active, first: usize| down.rows(a.expert, first, 0).data;
+                let then = match (active.get(i + 1), next) {
+                    (Some(a), _) => Some((start(a, first), Some(a))),
+                    (None, Some(next)) => Some((start(&active[0], cuts.get(next).0), Some(&active[0]))),
+                    (None, None) => None,
                 };
-                let rows = next.map_or(rows, |next| rows.then(next.data));
-                let finish = Finish { bias: Bias::at(down_bias, a.expert, first), add: true };
-                for chunk in Chunk::all(a, n, ROOM) {
-                    let at = chunk.range();
-                    let pairs = &self.routing.of(a)[at.clone()];
-                    let to = |t: usize| sums.wrapping_add(pairs[t].token as usize * size);
-                    // SAFETY: packed before the barrier and only read since; this worker's C block and sums.
-                    unsafe {
-                        let (segments, h, c) = (self.areas.down, self.areas.h, self.areas.c);
-                        let c = self.block(segments, rows, &h, (a, first), chunk, c);
-                        c.finish(self.multiplier.engine().vectors(), finish, |t| self.weight(a, at.start + t), to);
-                    }
-                }
+                // SAFETY: packed before the barrier and only read since; this worker's sums.
+                unsafe { self.down_block((a, first, n), then, true, |p| sums.wrapping_add(p.token as usize * size)) };
             }
             for token in 0..tokens {
                 let to = dst.row(token, 0, 0).wrapping_add(first);

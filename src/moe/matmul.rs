@@ -1,11 +1,11 @@
 //! Single products: `MUL_MAT_ID` and `MUL_MAT`.
 
-use super::blocks::{Blocks, each};
+use super::blocks::{Blocks, each, pieces};
 use super::cblock::{Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
 use super::nodes::{OnNodes, Placed, Segments};
 use super::routing::{Ids, Pair, Routing};
-use super::{Carver, OpError, cost, on_engine};
+use super::{Carver, OpError, cost, most_room, on_engine};
 use crate::cost::Cost;
 use crate::isa::Isa;
 use crate::kernels::{Engine, Finish};
@@ -151,6 +151,7 @@ struct Areas<'a> {
     routing: *mut u8,
     packed: Packed,
     c: *mut f32,
+    room: *mut u8,
     segments: Option<Segments<'a>>,
 }
 
@@ -167,8 +168,9 @@ impl<'a> Areas<'a> {
         let packed = Packed::carve(&mut carver, w.dtype, w.k, pairs, w.experts);
         let routing = carver.take_each(Routing::scratch_bytes(pairs, w.experts), ith, nth);
         let c = carver.take_each(ROOM * 4, ith, nth).cast();
+        let room = carver.take_each(most_room(), ith, nth);
         let segments = Segments::carve(placed, &mut carver, [pairs, w.experts]);
-        Self { bytes: carver.used, routing, packed, c, segments }
+        Self { bytes: carver.used, routing, packed, c, room, segments }
     }
 }
 
@@ -191,7 +193,8 @@ where
 {
     // SAFETY: as `MulMatId::run`.
     unsafe fn run<E: Engine>(&self, engine: E, w: &Worker<'_>, scratch: *mut u8) -> Result<(), OpError> {
-        let areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.placed, (w.ith(), w.nth()));
+        let mut areas = Areas::new(scratch, &self.w, [self.slots, self.tokens], self.placed, (w.ith(), w.nth()));
+        areas.packed = areas.packed.on(engine);
         let dot_tokens = |tokens| match areas.segments {
             Some(_) => engine.dot_tokens_apart(self.w.dtype, tokens),
             None => engine.dot_tokens(self.w.dtype, tokens),
@@ -210,25 +213,35 @@ where
             w.barrier();
         }
         let blocks = Blocks::new(engine, self.w, &routing, w.nth());
-        let mut multiplier = Multiplier::new(engine);
+        // SAFETY: carved for this worker alone.
+        let mut multiplier = unsafe { Multiplier::new(engine, areas.room) };
         let finish = Finish { bias: std::ptr::null(), add: false };
         each(w, blocks.count(), |block, next| {
-            let (active, rows, first) = blocks.get(block);
+            let (active, first, n) = blocks.get(block);
             if let (Some(placed), None) = (&self.placed, &segments) {
-                placed.count(w, active.expert, (first, rows.n));
+                placed.count(w, active.expert, (first, n));
             }
-            let rows = next.map_or(rows, |next| rows.then(blocks.start(next)));
-            for chunk in Chunk::all(active, rows.n, ROOM) {
-                let pairs = &routing.of(active)[chunk.range()];
-                let to = |t: usize| (self.to)(pairs[t]).wrapping_add(first);
-                // SAFETY: packed before the barrier and only read since; this worker's C block; rows of dst of this
-                // expert's pairs, in columns that are this worker's.
-                unsafe {
-                    let c = match &segments {
-                        Some(segments) => segments.block(active, (first, rows.n), chunk, areas.c),
-                        None => multiplier.product(rows, &areas.packed, active, chunk, areas.c),
-                    };
-                    c.finish(engine.vectors(), finish, |_| 1.0, to);
+            let mut pieces = pieces(engine, active, n).map(|(at, n)| (first + at, n)).peekable();
+            while let Some((first, n)) = pieces.next() {
+                let rows = self.w.rows(active.expert, first, n);
+                let (rows, then) = match (pieces.peek(), next) {
+                    (Some(&(first, _)), _) => (rows.then(blocks.start_of(active, first)), None),
+                    (None, Some(next)) => (rows.then(blocks.start(next)), Some(blocks.get(next).0)),
+                    (None, None) => (rows, None),
+                };
+                let then = then.filter(|next| next.expert != active.expert);
+                for chunk in Chunk::all(active, n, ROOM) {
+                    let pairs = &routing.of(active)[chunk.range()];
+                    let to = |t: usize| (self.to)(pairs[t]).wrapping_add(first);
+                    // SAFETY: packed before the barrier and only read since; this worker's C block; rows of dst of this
+                    // expert's pairs, in columns that are this worker's.
+                    unsafe {
+                        let c = match &segments {
+                            Some(segments) => segments.block(active, (first, n), chunk, areas.c),
+                            None => multiplier.product(rows, &areas.packed, active, (chunk, then), areas.c),
+                        };
+                        c.finish(engine.vectors(), finish, |_| 1.0, to);
+                    }
                 }
             }
         });

@@ -69,6 +69,12 @@ impl Carver {
     }
 }
 
+/// Bytes that any engine of this CPU may want a thread to lend it ([`Engine::ROOM`](crate::kernels::Engine::ROOM)).
+fn most_room() -> usize {
+    use crate::kernels::Engine;
+    if crate::isa::Amx::detect().is_ok() { crate::kernels::amx::AmxEngine::ROOM } else { 0 }
+}
+
 /// Runs an expression with the engine that `isa` stands for.
 macro_rules! on_engine {
     ($isa:expr, |$engine:ident| $run:expr) => {

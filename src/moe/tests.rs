@@ -4,8 +4,10 @@ use proptest::prelude::*;
 
 use super::{Bias, Ffn, FfnParts, Ids, MulMat, MulMatId, OnNodes, OpError, Output};
 use crate::isa::Isa;
+use crate::kernels::Engine;
+use crate::kernels::amx::AmxEngine;
 use crate::kernels::glu::Glu;
-use crate::kernels::reference::{magnitudes, matvec, nmse};
+use crate::kernels::reference::{magnitudes, matvec_by, nmse};
 use crate::numa::tally::Tally;
 use crate::numa::tensors::{Numa, Sim};
 use crate::numa::threads::{Mode, Seats};
@@ -21,6 +23,16 @@ fn isa(seed: u64) -> Option<Isa> {
         return None;
     }
     Some(all[seed as usize % all.len()])
+}
+
+/// What an expert's tokens are packed as.
+fn form(isa: Isa, dtype: DType, tokens: usize) -> DType {
+    if let Isa::Amx(amx) = isa { AmxEngine::new(amx).panel_dtype(dtype, tokens) } else { dtype }
+}
+
+/// How many of `ids` are `expert`.
+fn count(ids: &[i32], expert: i32) -> usize {
+    ids.iter().filter(|&&id| id == expert).count()
 }
 
 /// A contiguous view of f32.
@@ -108,7 +120,8 @@ fn mul_mat_id(dtype: DType, s: Shape, seed: u64) -> Result<(), TestCaseError> {
             let (slot, token) = (pair % s.n_used, pair / s.n_used);
             let x = &x[(token * slots + slot % slots) * s.k..][..s.k];
             let rows = w.rows(id[pair] as usize, 0, s.n);
-            for ((&got, want), magnitude) in got.iter().zip(matvec(rows, x)).zip(magnitudes(rows, x)) {
+            let form = form(isa, dtype, count(&id, id[pair]));
+            for ((&got, want), magnitude) in got.iter().zip(matvec_by(form, rows, x)).zip(magnitudes(rows, x)) {
                 let error = (f64::from(got) - want).abs();
                 prop_assert!(error <= 4e-6 * magnitude, "slot {slot}, token {token}: {got}, not {want}");
             }
@@ -192,7 +205,8 @@ fn mul_mat(
     for (i, (got, x)) in dst.chunks(n).zip(x.chunks(k)).enumerate() {
         let (i2, i3) = (i / tokens % ne2, i / tokens / ne2);
         let rows = w.rows(i2 / r2 + i3 / r3 * w2, 0, n);
-        for ((&got, want), magnitude) in got.iter().zip(matvec(rows, x)).zip(magnitudes(rows, x)) {
+        let form = form(isa, dtype, tokens * r2 * r3);
+        for ((&got, want), magnitude) in got.iter().zip(matvec_by(form, rows, x)).zip(magnitudes(rows, x)) {
             prop_assert!((f64::from(got) - want).abs() <= 4e-6 * magnitude, "row {i}: {got}, not {want}");
         }
     }
@@ -231,7 +245,7 @@ fn ffn(case: FfnCase, seed: u64) -> Result<(), TestCaseError> {
     let router = random.vec(n_used * tokens);
     let x = random.vec(k * tokens);
     let id: Vec<i32> = (0..n_used * tokens).map(|_| random.below(experts).min(random.below(experts)) as i32).collect();
-    let want = ffn_want(&case, [gate, up, down], &biases, &router, &x, &id);
+    let want = ffn_want(isa, &case, [gate, up, down], &biases, &router, &x, &id);
     let (mut first, mut on_nodes): (Option<Vec<f32>>, Option<Vec<f32>>) = (None, None);
     let cases = [(1, false, None), (3, false, None), (2, true, None), (1, false, Some(4096)), (3, true, Some(4096))];
     for (threads, alias, run) in cases {
@@ -274,6 +288,7 @@ fn ffn(case: FfnCase, seed: u64) -> Result<(), TestCaseError> {
 }
 
 fn ffn_want(
+    isa: Isa,
     case: &FfnCase,
     [gate, up, down]: [Weights<'_>; 3],
     biases: &[Vec<f32>; 3],
@@ -287,12 +302,13 @@ fn ffn_want(
     for pair in 0..n_used * tokens {
         let (token, e) = (pair / n_used, id[pair] as usize);
         let x = &x[token * k..][..k];
-        let (g, u) = (matvec(gate.rows(e, 0, n_ff), x), matvec(up.rows(e, 0, n_ff), x));
+        let forms = case.types.map(|dtype| form(isa, dtype, count(id, id[pair])));
+        let [g, u] = [gate, up].map(|m| matvec_by(forms[0], m.rows(e, 0, n_ff), x));
         let h = |j: usize| case.glu.of((g[j] + bias(0, n_ff, e, j)) as f32, (u[j] + bias(1, n_ff, e, j)) as f32) as f32;
         let h: Vec<f32> = (0..n_ff).map(h).collect();
         let weight = if case.router { f64::from(router[pair]) } else { 1.0 };
         let at = if case.sum { token } else { pair } * n_out;
-        for (j, y) in matvec(down.rows(e, 0, n_out), &h).into_iter().enumerate() {
+        for (j, y) in matvec_by(forms[1], down.rows(e, 0, n_out), &h).into_iter().enumerate() {
             want[at + j] += weight * (y + bias(2, n_out, e, j));
         }
     }

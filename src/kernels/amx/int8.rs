@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::tile::{Config, Session, Tiles};
-use super::{C_ROW, TILE, Tiling, each, long_runs, prefetch};
+use super::{C_ROW, Later, TILE, Tiling, each, long_runs, prefetch};
 use crate::isa::Amx;
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
@@ -33,6 +33,7 @@ struct Buffers {
     scales: Lines<f32, CHUNK>,
     /// C of the two products under way.
     c: [Lines<i32, TILE>; 2],
+    later: Later,
 }
 
 /// 16 rows (or all, where there are fewer), of which those in `fresh` are to be written.
@@ -58,7 +59,8 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
     let tiling = Tiling::of(&rows);
     let tiles = session.configure(&config(tiling.height));
     let _avx512 = amx.avx512();
-    let mut buffers = Buffers { scales: Lines([[0.0; 16]; CHUNK]), c: [const { Lines([[0; 16]; TILE]) }; 2] };
+    let later = Later::of(&panels, tiling.count() * panels.k / QK8_0);
+    let mut buffers = Buffers { scales: Lines([[0.0; 16]; CHUNK]), c: [const { Lines([[0; 16]; TILE]) }; 2], later };
     for t in 0..tiling.count() {
         let start = tiling.start(t);
         let tile = RowTile {
@@ -199,20 +201,20 @@ impl Run<'_> {
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn all<const FIRST: bool>(&self, buffers: &mut Buffers, count: usize, acc: &mut [__m512; TILE]) {
-        let Buffers { scales: Lines(scales), c: [even, odd] } = buffers;
+        let Buffers { scales: Lines(scales), c: [even, odd], later } = buffers;
         // SAFETY: the caller's contract: `b` stays below `count`.
         unsafe {
-            self.multiply::<0, 2, 4, FIRST>(0, even);
+            self.multiply::<0, 2, 4, FIRST>(0, even, later);
             let mut b = 1;
             while b + 1 < count {
-                self.multiply::<1, 3, 5, FIRST>(b, odd);
+                self.multiply::<1, 3, 5, FIRST>(b, odd, later);
                 self.scale(b - 1, even, &scales[b - 1], acc);
-                self.multiply::<0, 2, 4, FIRST>(b + 1, even);
+                self.multiply::<0, 2, 4, FIRST>(b + 1, even, later);
                 self.scale(b, odd, &scales[b], acc);
                 b += 2;
             }
             if b < count {
-                self.multiply::<1, 3, 5, FIRST>(b, odd);
+                self.multiply::<1, 3, 5, FIRST>(b, odd, later);
                 self.scale(b - 1, even, &scales[b - 1], acc);
                 self.scale(b, odd, &scales[b], acc);
             } else {
@@ -231,6 +233,7 @@ impl Run<'_> {
         &self,
         b: usize,
         c: &mut Lines<i32, TILE>,
+        later: &mut Later,
     ) {
         let tiles = self.tiles;
         let weights = self.weights.wrapping_add(b * Q8_0_BYTES);
@@ -245,6 +248,9 @@ impl Run<'_> {
         // A line of each row is about two blocks.
         if FIRST && b.is_multiple_of(2) {
             prefetch(self.ahead.wrapping_add(b * Q8_0_BYTES), self.stride);
+        }
+        if FIRST {
+            later.step();
         }
     }
 

@@ -9,13 +9,16 @@ pub mod int8;
 mod seam;
 pub mod tile;
 pub mod trial;
+pub mod widened;
 
 use std::arch::asm;
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::ops::Range;
 
+use self::tile::Tiles;
 use super::Engine;
 use crate::isa::{Amx, Avx512, Reading};
-use crate::pack::Panels;
+use crate::pack::{PANEL, Panels};
 use crate::tensor::{DType, Rows};
 
 /// Runs a statement for each of the first `$n` (at most 4, or 16 if it says so), with the number as the constant `$i`.
@@ -51,12 +54,16 @@ impl AmxEngine {
     }
 }
 
-impl Engine for AmxEngine {
-    type Session = tile::Session;
-    type Vectors = Avx512;
+/// A thread's tiles, and memory for weights that are converted before many panels meet them, or null.
+#[derive(Debug)]
+pub struct AmxSession {
+    tiles: tile::Session,
+    room: *mut u8,
+}
 
-    /// Four tiles to a panel load, or two by two.
-    const ROWS: usize = 64;
+impl Engine for AmxEngine {
+    type Session = AmxSession;
+    type Vectors = Avx512;
 
     /// Measured on a Xeon 6 with 512 tokens: 15 % faster than 64, and as fast as 256.
     const MANY_TOKENS_ROWS: usize = 128;
@@ -79,18 +86,32 @@ impl Engine for AmxEngine {
         if tokens <= 5 { tokens } else { 0 }
     }
 
-    fn begin(self) -> tile::Session {
-        tile::Session::begin(self.0)
+    const ROOM: usize = widened::ROOM;
+
+    fn panel_dtype(self, dtype: DType, tokens: usize) -> DType {
+        // A second panel pays for the conversion of the weights to BF16.
+        if dtype == DType::Q8_0 && tokens > PANEL { DType::Bf16 } else { dtype }
+    }
+
+    fn begin(self) -> AmxSession {
+        AmxSession { tiles: tile::Session::begin(self.0), room: std::ptr::null_mut() }
     }
 
     // SAFETY: contract in the trait.
-    unsafe fn product(self, session: &mut tile::Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
-        debug_assert!(rows.dtype == panels.dtype && rows.k == panels.k && c.addr().is_multiple_of(64));
-        match rows.dtype {
+    unsafe fn lend(self, session: &mut AmxSession, room: *mut u8) {
+        session.room = room;
+    }
+
+    // SAFETY: contract in the trait.
+    unsafe fn product(self, session: &mut AmxSession, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+        debug_assert!(rows.k == panels.k && c.addr().is_multiple_of(64));
+        match (rows.dtype, panels.dtype) {
             // SAFETY: the caller's contract.
-            DType::Bf16 => unsafe { bf16::product(self.0, session, rows, panels, c, add) },
+            (DType::Bf16, DType::Bf16) => unsafe { bf16::product(self.0, &mut session.tiles, rows, panels, c, add) },
             // SAFETY: the caller's contract.
-            DType::Q8_0 => unsafe { int8::product(self.0, session, rows, panels, c, add) },
+            (DType::Q8_0, DType::Q8_0) => unsafe { int8::product(self.0, &mut session.tiles, rows, panels, c, add) },
+            // SAFETY: the caller's contract.
+            (DType::Q8_0, DType::Bf16) => unsafe { widened::product(self.0, session, rows, panels, c, add) },
             other => unreachable!("no AMX product for {other:?}"),
         }
     }
@@ -151,6 +172,58 @@ impl Tiling {
         let (count, first) = (self.count(), self.count() % size);
         let starts = (first > 0).then_some(0).into_iter().chain((first..count).step_by(size));
         starts.map(move |at| if at < first { 0..first } else { at..at + size })
+    }
+}
+
+/// C of a tile of which not all rows are wanted.
+#[repr(align(64))]
+struct Aside([[f32; TILE]; TILE]);
+
+/// Stores tile `T` at `c`, rows `stride` bytes apart; of a last tile that was moved back, only the rows in `fresh`, because those before are
+/// done and may have been added to.
+///
+/// # Safety
+/// `c` has room for 16 f32 of each of the tile's rows.
+// SAFETY: contract above.
+#[inline(always)]
+unsafe fn store_fresh<const T: u8>(tiles: &Tiles<'_>, c: *mut u8, stride: usize, fresh: Range<usize>) {
+    // SAFETY: the caller's contract; a tile moved back has neighbouring rows, whose C is contiguous.
+    unsafe {
+        if fresh.start == 0 {
+            return tiles.store::<T>(c, stride);
+        }
+        let mut aside = Aside([[0.0; TILE]; TILE]);
+        tiles.store::<T>(aside.0.as_mut_ptr().cast(), C_ROW);
+        let rows = aside.0[fresh.clone()].as_flattened();
+        c.cast::<f32>().add(fresh.start * TILE).copy_from_nonoverlapping(rows.as_ptr(), rows.len());
+    }
+}
+
+/// Panels that are read after a product, which come near during it: some lines at each step, so that memory has them for no time that it
+/// would be missed. They were written by several threads, and are in those cores' caches.
+struct Later {
+    at: *const u8,
+    end: *const u8,
+    lines: usize,
+}
+
+impl Later {
+    /// What comes after `panels`, during a product of so many steps.
+    fn of(panels: &Panels<'_>, steps: usize) -> Self {
+        let (at, bytes) = panels.next;
+        Self { at, end: at.wrapping_add(bytes), lines: bytes.div_ceil(64).div_ceil(steps.max(1)) }
+    }
+
+    /// One step's lines into L2.
+    #[inline(always)]
+    fn step(&mut self) {
+        if self.at < self.end {
+            for line in 0..self.lines {
+                // SAFETY: SSE is part of x86-64, and a prefetch only hints.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.wrapping_add(line * 64).cast()) };
+            }
+            self.at = self.at.wrapping_add(self.lines * 64);
+        }
     }
 }
 

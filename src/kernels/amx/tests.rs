@@ -7,7 +7,7 @@ use super::{AmxEngine, Tiling};
 use crate::isa::{Amx, Reading};
 use crate::kernels::Engine;
 use crate::kernels::Vectors;
-use crate::kernels::reference::{magnitudes, matvec, nmse, nmse_against};
+use crate::kernels::reference::{magnitudes, matvec, matvec_by, nmse, nmse_against, widened};
 use crate::pack::{PANEL, Panels, panel_bytes};
 use crate::tensor::{DType, QK8_0, Rows, Weights};
 use crate::testing::{Aligned, Guarded, Random, amx};
@@ -23,9 +23,10 @@ fn panels(amx: Amx, dtype: DType, k: usize, x: &[Vec<f32>]) -> Aligned {
     area
 }
 
-/// Some weights (one expert, rows `step` rows apart) and tokens.
+/// Some weights (one expert, rows `step` rows apart), and tokens that are packed as `form`.
 struct Case<'a> {
     w: Weights<'a>,
+    form: DType,
     step: usize,
     x: Vec<Vec<f32>>,
 }
@@ -35,24 +36,32 @@ impl Case<'_> {
         self.w.rows_apart(0, 0, self.step, self.w.n.div_ceil(self.step))
     }
 
-    /// The C block, which was `before` everywhere, as `[token][row]`: the same bits in whichever order the rows are read.
+    /// The C block, which was `before` everywhere, as `[token][row]`: the same bits in whichever order the rows are read, and with or
+    /// without room.
     fn product(&self, amx: Amx, before: f32, add: bool) -> Vec<Vec<f32>> {
-        let [stretch, streams] = Reading::ALL.map(|reading| self.product_by(reading, amx, before, add));
+        let [stretch, streams] = Reading::ALL.map(|reading| self.product_by((reading, true), amx, before, add));
+        let no_room = self.product_by((Reading::Streams, false), amx, before, add);
         let bits = |y: &[Vec<f32>]| y.concat().into_iter().map(f32::to_bits).collect::<Vec<_>>();
         assert_eq!(bits(&stretch), bits(&streams));
+        assert_eq!(bits(&stretch), bits(&no_room));
         stretch
     }
 
-    fn product_by(&self, reading: Reading, amx: Amx, before: f32, add: bool) -> Vec<Vec<f32>> {
+    fn product_by(&self, (reading, room): (Reading, bool), amx: Amx, before: f32, add: bool) -> Vec<Vec<f32>> {
         let (rows, tokens) = (self.rows().by(reading), self.x.len());
-        let px = panels(amx, self.w.dtype, self.w.k, &self.x);
+        let px = panels(amx, self.form, self.w.k, &self.x);
+        let memory = Aligned::new(AmxEngine::ROOM);
         let c = Aligned::new(tokens.div_ceil(PANEL) * rows.n * PANEL * 4);
         let engine = AmxEngine::new(amx);
         // SAFETY: every area has the size its layout asks for.
         unsafe {
             (0..c.f32().len()).for_each(|i| c.ptr().cast::<f32>().add(i).write(before));
-            let panels = Panels::from_raw(self.w.dtype, px.ptr(), self.w.k, tokens);
-            engine.product(&mut engine.begin(), rows, panels, c.ptr().cast(), add);
+            let panels = Panels::from_raw(self.form, px.ptr(), self.w.k, tokens);
+            let mut session = engine.begin();
+            if room {
+                engine.lend(&mut session, memory.ptr());
+            }
+            engine.product(&mut session, rows, panels, c.ptr().cast(), add);
         }
         let lane = |t: usize, i: usize| c.f32()[(t / PANEL * rows.n + i) * PANEL + t % PANEL];
         (0..tokens).map(|t| (0..rows.n).map(|i| lane(t, i)).collect()).collect()
@@ -75,17 +84,21 @@ fn shapes(k: impl Strategy<Value = usize>) -> impl Strategy<Value = Shape> {
 
 /// The weights end at a page that must not be read, so their base is as aligned as chance has it.
 fn check(dtype: DType, s: Shape, seed: u64) -> Result<(), TestCaseError> {
+    check_as(dtype, dtype, s, seed)
+}
+
+fn check_as(dtype: DType, form: DType, s: Shape, seed: u64) -> Result<(), TestCaseError> {
     let Some(amx) = amx() else { return Ok(()) };
     let mut random = Random(seed);
     let bytes = Guarded::new(&random.weights(dtype, s.k * s.n));
     let w = Weights::contiguous(dtype, &bytes, [s.k, s.n, 1]);
-    check_case(amx, &Case { w, step: s.step, x: (0..s.tokens).map(|_| random.vec(s.k)).collect() }, s.add)
+    check_case(amx, &Case { w, form, step: s.step, x: (0..s.tokens).map(|_| random.vec(s.k)).collect() }, s.add)
 }
 
 fn check_case(amx: Amx, case: &Case<'_>, add: bool) -> Result<(), TestCaseError> {
     let before = if add { 0.5 } else { f32::NAN };
     for (t, got) in case.product(amx, before, add).iter().enumerate() {
-        let mut want = matvec(case.rows(), &case.x[t]);
+        let mut want = matvec_by(case.form, case.rows(), &case.x[t]);
         if add {
             want.iter_mut().for_each(|v| *v += f64::from(before));
         }
@@ -118,7 +131,7 @@ proptest! {
         let bytes = Guarded::new(&bytes);
         let w = Weights::contiguous(DType::Bf16, &bytes[before..][..values.len()], [s.k, s.n, 1]);
         prop_assert_eq!(w.data.addr() % 64, pairs * 4);
-        check_case(amx, &Case { w, step: s.step, x: (0..s.tokens).map(|_| random.vec(s.k)).collect() }, s.add)?;
+        check_case(amx, &Case { w, form: DType::Bf16, step: s.step, x: (0..s.tokens).map(|_| random.vec(s.k)).collect() }, s.add)?;
     }
 
     #[test]
@@ -127,9 +140,14 @@ proptest! {
     }
 
     #[test]
+    fn q8_0_made_bf16_is_the_oracles(s in shapes((1usize..10).prop_map(|b| b * QK8_0)), seed: u64) {
+        check_as(DType::Q8_0, DType::Bf16, s, seed)?;
+    }
+
+    #[test]
     fn a_row_of_inf_and_nan_stays_alone(k in 1usize..100, n in 2usize..70, tokens in 1usize..40, row: usize, seed: u64) {
         let Some(amx) = amx() else { return Ok(()) };
-        for dtype in [DType::Bf16, DType::Q8_0] {
+        for (dtype, form) in [(DType::Bf16, DType::Bf16), (DType::Q8_0, DType::Q8_0), (DType::Q8_0, DType::Bf16)] {
             let (k, row) = (k.next_multiple_of(dtype.block()), row % n);
             let mut random = Random(seed);
             let mut bytes = random.weights(dtype, k * n);
@@ -144,7 +162,7 @@ proptest! {
             }
             let bytes = Guarded::new(&bytes);
             let w = Weights::contiguous(dtype, &bytes, [k, n, 1]);
-            let case = Case { w, step: 1, x: (0..tokens).map(|_| random.vec(k)).collect() };
+            let case = Case { w, form, step: 1, x: (0..tokens).map(|_| random.vec(k)).collect() };
             for got in case.product(amx, f32::NAN, false) {
                 for (i, y) in got.iter().enumerate() {
                     prop_assert_eq!(y.is_finite(), i != row, "{:?}: row {} is {}", dtype, i, y);
@@ -161,6 +179,29 @@ fn long_rows_are_the_oracles() {
     check(DType::Q8_0, shape, 3).unwrap();
     check(DType::Q8_0, Shape { add: true, ..shape }, 4).unwrap();
     check(DType::Bf16, Shape { k: shape.k + 7, ..shape }, 5).unwrap();
+    check_as(DType::Q8_0, DType::Bf16, shape, 6).unwrap();
+    // Two parts of k in a session's room, and too many rows for it.
+    for (n, add) in [(120, false), (120, true), (600, false)] {
+        check_as(DType::Q8_0, DType::Bf16, Shape { n, tokens: 70, add, ..shape }, 7).unwrap();
+    }
+}
+
+/// A Q8_0 weight as BF16 is what it was within BF16's last bit, exactly so where that holds it, and neither larger nor smaller on average.
+#[test]
+fn q8_0_weights_made_bf16_are_near() {
+    let scales = (0..1024u16).map(|m| half::f16::from_bits(0x2000 + m).to_f32());
+    let (mut bias, mut square, mut n) = (0.0, 0.0, 0.0);
+    for (scale, quant) in scales.flat_map(|scale| (-127..=127i8).map(move |quant| (scale, quant))) {
+        let (got, want) = (f64::from(widened(scale, quant)), f64::from(scale) * f64::from(quant));
+        assert!((got - want).abs() <= want.abs() / 128.0, "{scale} * {quant}: {got}");
+        if quant != 0 {
+            let error = (got - want) / want;
+            (bias, square, n) = (bias + error, square + error * error, n + 1.0);
+        }
+    }
+    let (bias, rms) = (bias / n, f64::sqrt(square / n));
+    assert!(bias.abs() < 2e-4 && rms < 2.5e-3, "bias {bias}, root of the mean square {rms}");
+    assert!((-127..=127).all(|quant| widened(0.25, quant) == f32::from(quant) * 0.25 && widened(0.0, quant) == 0.0));
 }
 
 /// Rows of which many panels meet a part at a time: on the cache lines and off them, added to what was there, and with the same bits
@@ -180,8 +221,8 @@ fn parts_of_k_make_whole_rows() {
         };
         let w = Weights::contiguous(DType::Bf16, bytes, [k, n, 1]);
         let x: Vec<_> = (0..100).map(|_| random.vec(k)).collect();
-        let few = Case { w, step: 1, x: x[..64].to_vec() };
-        let many = Case { w, step: 1, x };
+        let few = Case { w, form: DType::Bf16, step: 1, x: x[..64].to_vec() };
+        let many = Case { w, form: DType::Bf16, step: 1, x };
         check_case(amx, &many, add).unwrap();
         check_case(amx, &few, add).unwrap();
         // Off the cache lines, what a part's first and last lines have beside it is added behind its other steps.
@@ -197,7 +238,7 @@ fn denormal_weights_are_zeros() {
     for k in [64, 70, 71] {
         let bytes: Vec<u8> = (0..k * 20).flat_map(|_| [0x7F, 0]).collect();
         let w = Weights::contiguous(DType::Bf16, &bytes, [k, 20, 1]);
-        let case = Case { w, step: 1, x: vec![vec![1f32; k]; 3] };
+        let case = Case { w, form: DType::Bf16, step: 1, x: vec![vec![1f32; k]; 3] };
         let largest = case.product(amx, 0.0, false).into_iter().flatten().fold(0f32, f32::max);
         assert!(largest < f32::MIN_POSITIVE, "{k}: {largest}");
     }
@@ -284,7 +325,7 @@ fn a_foreign_configuration_survives_our_products() {
         assert_eq!(product(&mut theirs), want);
         let bytes = random.weights(dtype, 96 * 40);
         let w = Weights::contiguous(dtype, &bytes, [96, 40, 1]);
-        let case = Case { w, step: 1, x: (0..20).map(|_| random.vec(96)).collect() };
+        let case = Case { w, form: dtype, step: 1, x: (0..20).map(|_| random.vec(96)).collect() };
         let ours = case.product(amx, f32::NAN, false);
         assert!(ours.iter().zip(&case.x).all(|(y, x)| nmse(y, &matvec(case.rows(), x)) < 1e-10));
         assert_eq!(Config::current(amx), foreign);

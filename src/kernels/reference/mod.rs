@@ -134,13 +134,36 @@ pub fn rounded_activations(dtype: DType, x: &[f32]) -> Vec<f32> {
 
 /// `y[row] = w[row] . x` in f64, with `x` rounded as the engines round it: what a product must come close to.
 pub fn matvec(rows: Rows<'_>, x: &[f32]) -> Vec<f64> {
-    let x = rounded_activations(rows.dtype, x);
+    matvec_by(rows.dtype, rows, x)
+}
+
+/// The same where tokens are packed as `panels`: BF16 for Q8_0 weights makes those BF16 too.
+pub fn matvec_by(panels: DType, rows: Rows<'_>, x: &[f32]) -> Vec<f64> {
+    let x = rounded_activations(panels, x);
     let dot = |i: usize| {
-        let row = rows.row(i);
-        // SAFETY: `k` elements a row, by the contract of `Rows`.
-        x.iter().enumerate().map(|(j, &x)| unsafe { f64::from(element(rows.dtype, row, j)) } * f64::from(x)).sum()
+        let weight = |k: usize| {
+            // SAFETY: `k` elements a row, by the contract of `Rows`.
+            unsafe {
+                match (rows.dtype, panels) {
+                    (DType::Q8_0, DType::Bf16) => {
+                        let block = rows.row(i).add(k / QK8_0 * Q8_0_BYTES);
+                        let scale = block.cast::<f16>().read_unaligned().to_f32();
+                        widened(scale, block.add(2 + k % QK8_0).cast::<i8>().read())
+                    }
+                    _ => element(rows.dtype, rows.row(i), k),
+                }
+            }
+        };
+        x.iter().enumerate().map(|(k, &x)| f64::from(weight(k)) * f64::from(x)).sum()
     };
     (0..rows.n).map(dot).collect()
+}
+
+/// A Q8_0 weight as BF16: the upper half of the f32 that is 0.72 / 256 larger, which is on average what that half lacks. The scale that
+/// makes it so has 15 bits.
+pub fn widened(scale: f32, quant: i8) -> f32 {
+    let upper = |v: f32, bits: u32| f32::from_bits(v.to_bits() & (!0 << bits));
+    upper(upper(scale * (1.0 + 0.72 / 256.0), 9) * f32::from(quant), 16)
 }
 
 /// `sum over k of |w[row][k]| * |x[k]|`: what the rounding errors of a product are measured against.

@@ -68,7 +68,9 @@ pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: P
     let size = rows.k.div_ceil(parts).next_multiple_of(STEP).max(1);
     for k0 in (0..rows.k.max(1)).step_by(size) {
         let k = size.min(rows.k - k0);
-        let next = if k0 + k < rows.k { rows.columns(k0 + k, 0).data } else { rows.next };
+        let last = k0 + k == rows.k;
+        let next = if last { rows.next } else { rows.columns(k0 + k, 0).data };
+        let panels = if last { panels } else { panels.then(std::ptr::null(), 0) };
         // SAFETY: the caller's contract, for some columns of all rows and panels.
         unsafe { columns(amx, session, rows.columns(k0, k).then(next), panels.columns(k0, k), c, add || k0 > 0) };
     }

@@ -7,7 +7,7 @@
 use std::arch::x86_64::*;
 
 use super::super::seam::SeamTile;
-use super::super::{C_ROW, TILE, each, long_runs};
+use super::super::{C_ROW, Later, TILE, each, long_runs, store_fresh};
 use super::{PANEL_STEP, Product, ROW_STEP, STEP};
 
 /// Most panels: as many as there are tiles for C.
@@ -30,10 +30,6 @@ fn prefetch_rows(at: *const u8, stride: usize) {
         }
     }
 }
-
-/// C of a tile of which not all rows are wanted.
-#[repr(align(64))]
-struct Aside([[f32; TILE]; TILE]);
 
 impl Product<'_> {
     /// All of C, for up to [`PANELS`] panels.
@@ -61,9 +57,10 @@ impl Product<'_> {
     unsafe fn stream_panels<const P: usize>(&self) {
         // SAFETY: the caller's contract.
         let seams = std::array::from_fn(|p| unsafe { self.seam_panel(p) });
+        let mut later = Later::of(&self.panels, self.tiling.count() * self.steps);
         for t in 0..self.tiling.count() {
             // SAFETY: the caller's contract; the tile exists.
-            unsafe { self.stream_tile::<P>(t, &seams) };
+            unsafe { self.stream_tile::<P>(t, &seams, &mut later) };
         }
     }
 
@@ -72,7 +69,7 @@ impl Product<'_> {
     /// # Safety
     /// As [`Product::stream_panels`]; the tile exists, and the panels' seams are `seams`.
     // SAFETY: contract above.
-    unsafe fn stream_tile<const P: usize>(&self, t: usize, seams: &[SeamTile; P]) {
+    unsafe fn stream_tile<const P: usize>(&self, t: usize, seams: &[SeamTile; P], later: &mut Later) {
         let (tiles, stride) = (&self.tiles, self.rows.stride * self.tiling.apart);
         let (jump, lines) = (self.jump(t..t + 1), self.rows.k / STEP);
         let along = long_runs(&self.rows);
@@ -91,6 +88,7 @@ impl Product<'_> {
                     if along {
                         prefetch_rows(w.wrapping_add(S as usize * ROWS * stride).wrapping_add(ahead), stride);
                     }
+                    later.step();
                     tiles.load_once::<4>(w.add(S as usize * ROW_STEP), stride);
                     each!(P, I => {
                         tiles.load::<5>(x[I as usize].add(S as usize * PANEL_STEP), C_ROW);
@@ -126,17 +124,9 @@ impl Product<'_> {
     /// As [`Product::stream_tile`].
     // SAFETY: contract above.
     unsafe fn end<const I: u8>(&self, t: usize) {
-        let (c, fresh) = (self.c(t, I as usize), self.tiling.fresh(t));
         // SAFETY: the caller's contract: C holds 16 lanes for each row of the tile.
         unsafe {
-            if fresh.start == 0 {
-                return self.tiles.store::<I>(c, C_ROW * self.tiling.apart);
-            }
-            // The rows before are done, and were added to.
-            let mut aside = Aside([[0.0; TILE]; TILE]);
-            self.tiles.store::<I>(aside.0.as_mut_ptr().cast(), C_ROW);
-            let rows = aside.0[fresh.clone()].as_flattened();
-            c.cast::<f32>().add(fresh.start * TILE).copy_from_nonoverlapping(rows.as_ptr(), rows.len());
-        }
+            store_fresh::<I>(&self.tiles, self.c(t, I as usize), C_ROW * self.tiling.apart, self.tiling.fresh(t))
+        };
     }
 }
