@@ -240,3 +240,41 @@ pub fn mul_mat_id(kind: ggml_type, tokens: i64) -> Net {
     fill_i32(net.named("ids"), &ids);
     net
 }
+
+/// Checks a [`mul_mat_id`]'s result against ggml's: the same within rounding, or nearer to the product of the weights as they are with the
+/// activations as they are. (Q8_0 weights and many tokens on AMX: ggml quantises activations, we do not.)
+pub fn check_mul_mat_id(net: &Net, got: &[f32], ggmls: &[f32], label: &str) {
+    let error = nmse(got, ggmls);
+    if error >= 1e-7 {
+        let exact = exact_mul_mat_id(net);
+        let [ours, ggmls] = [got, ggmls].map(|y| nmse(y, &exact));
+        assert!(ours < ggmls && error < 1e-4, "{label}: {error:e}, from the exact product {ours:e} and ggml {ggmls:e}");
+    }
+}
+
+/// What a [`mul_mat_id`] comes to in f64.
+fn exact_mul_mat_id(net: &Net) -> Vec<f32> {
+    use ggml_hina::kernels::reference::element;
+    use ggml_hina::tensor::DType;
+    let [w, x, ids] = ["w", "x", "ids"].map(|name| net.named(name));
+    // SAFETY: tensors of the net, contiguous and in this process's memory, of the shapes that `mul_mat_id` gave them.
+    unsafe {
+        let dtype = match (*w).type_ {
+            GGML_TYPE_F32 => DType::F32,
+            GGML_TYPE_F16 => DType::F16,
+            GGML_TYPE_BF16 => DType::Bf16,
+            GGML_TYPE_Q8_0 => DType::Q8_0,
+            other => panic!("type {other}"),
+        };
+        let tokens = (*x).ne[2] as usize;
+        let x = std::slice::from_raw_parts((*x).data.cast::<f32>(), K as usize * tokens);
+        let ids = std::slice::from_raw_parts((*ids).data.cast::<i32>(), USED as usize * tokens);
+        let dot = |row: usize, x: &[f32]| -> f64 {
+            let row = (*w).data.cast::<u8>().add(row * dtype.row_bytes(K as usize));
+            x.iter().enumerate().map(|(k, &x)| f64::from(element(dtype, row, k)) * f64::from(x)).sum()
+        };
+        let pairs =
+            ids.iter().enumerate().map(|(i, &id)| (id as usize, &x[i / USED as usize * K as usize..][..K as usize]));
+        pairs.flat_map(|(id, x)| (0..N as usize).map(move |row| dot(id * N as usize + row, x) as f32)).collect()
+    }
+}
