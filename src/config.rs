@@ -8,6 +8,7 @@
 //! | `GGML_HINA_PREFILL` | `gpu`, `cpu` | with a GPU present, who runs large batches over weights in host memory |
 //! | `GGML_HINA_NUMA` | `auto`, `off`, `pin` | who computes on which node's pages |
 //! | `GGML_HINA_NUMA_SIM` | `nodes:run_bytes` | for tests: act as if pages lay on so many nodes in turn |
+//! | `GGML_HINA_Q8_0` | `auto`, `int8` | whether Q8_0 weights always meet activations that are quantised as ggml does it |
 //! | `GGML_HINA_READ` | `auto`, `stretch`, `streams` | to measure: in which order weight rows are read |
 //! | `GGML_HINA_STATS` | `0`, `1`, a path | counts at exit: `1` to ggml's log, a path (with a `/`) as JSON to that file |
 //! | `GGML_HINA_VERBOSE` | `0`, `1` | one line at start about the CPU |
@@ -69,6 +70,8 @@ pub struct Config {
     pub fuse: bool,
     /// Who prefills beside a GPU.
     pub prefill: Prefill,
+    /// Whether Q8_0 weights always meet activations that are quantised as ggml does it.
+    pub int8: bool,
     /// In which order weight rows are read; none: as is best for the CPU.
     pub reading: Option<Reading>,
     /// NUMA partitioning.
@@ -108,6 +111,7 @@ impl Config {
             verbose,
             isa: pick("GGML_HINA_ISA", &var, &isa, IsaChoice::Auto, &mut warn),
             prefill: pick("GGML_HINA_PREFILL", &var, &prefill, Prefill::Gpu, &mut warn),
+            int8: pick("GGML_HINA_Q8_0", &var, &[("auto", false), ("int8", true)], false, &mut warn),
             reading: pick("GGML_HINA_READ", &var, &reading, None, &mut warn),
             numa: pick("GGML_HINA_NUMA", &var, &numa, Mode::Auto, &mut warn),
             numa_sim: numa_sim(&var, &mut warn),
@@ -190,7 +194,7 @@ mod tests {
 
     #[test]
     fn empty_values_are_not_set() {
-        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "READ", "STATS", "VERBOSE"]
+        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "Q8_0", "READ", "STATS", "VERBOSE"]
             .map(|n| format!("GGML_HINA_{n}"));
         let vars: Vec<(&str, &str)> = names.iter().map(|n| (n.as_str(), "")).collect();
         assert_eq!(read(&vars), read(&[]));
@@ -198,7 +202,7 @@ mod tests {
 
     #[test]
     fn each_unknown_value_gets_one_warning_that_names_the_allowed() {
-        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "READ", "STATS", "VERBOSE"]
+        let names = ["DISABLE", "ISA", "FUSE", "PREFILL", "NUMA", "NUMA_SIM", "Q8_0", "READ", "STATS", "VERBOSE"]
             .map(|n| format!("GGML_HINA_{n}"));
         let vars: Vec<(&str, &str)> = names.iter().map(|n| (n.as_str(), "maybe")).collect();
         let (config, warnings) = read(&vars);

@@ -255,6 +255,29 @@ impl Reading {
 
 static READING: OnceLock<Reading> = OnceLock::new();
 
+/// What tokens that meet Q8_0 weights become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Q8Tokens {
+    /// Quantised, as ggml does it: the numbers are ggml's but for the order of sums.
+    Int8,
+    /// BF16 where that is faster, as the weights are then too: nearer to the product that both stand for.
+    Faster,
+}
+
+impl Q8Tokens {
+    /// What they become here: [`Q8Tokens::Faster`] unless somebody preferred otherwise.
+    pub fn here() -> Self {
+        *Q8_TOKENS.get_or_init(|| Self::Faster)
+    }
+
+    /// Makes [`Q8Tokens::here`] say `self`, if nobody has asked yet.
+    pub fn prefer(self) {
+        Q8_TOKENS.get_or_init(|| self);
+    }
+}
+
+static Q8_TOKENS: OnceLock<Q8Tokens> = OnceLock::new();
+
 /// The engine to use: what the kernels are picked by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {

@@ -7,7 +7,7 @@ use std::sync::{Once, OnceLock};
 use super::sys;
 use super::{backend, cpu, device, log};
 use crate::config::{Config, IsaChoice};
-use crate::isa::{Amx, AmxRefused, Avx2, Avx512, Isa};
+use crate::isa::{Amx, AmxRefused, Avx2, Avx512, Isa, Q8Tokens};
 use crate::kernels::amx::trial::with_fp16_if_it_works;
 use crate::numa::tensors::Numa;
 use crate::numa::topology::Topology;
@@ -29,6 +29,9 @@ pub fn isa() -> Option<Isa> {
         if let Some(reading) = config().reading {
             // Nobody has asked before: rows are read for an engine.
             reading.prefer();
+        }
+        if config().int8 {
+            Q8Tokens::Int8.prefer();
         }
         choose(config().isa)
     })

@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use self::tile::Tiles;
 use super::Engine;
-use crate::isa::{Amx, Avx512, Reading};
+use crate::isa::{Amx, Avx512, Q8Tokens, Reading};
 use crate::pack::{PANEL, Panels};
 use crate::tensor::{DType, Rows};
 
@@ -90,7 +90,8 @@ impl Engine for AmxEngine {
 
     fn panel_dtype(self, dtype: DType, tokens: usize) -> DType {
         // A second panel pays for the conversion of the weights to BF16.
-        if dtype == DType::Q8_0 && tokens > PANEL { DType::Bf16 } else { dtype }
+        let bf16 = dtype == DType::Q8_0 && tokens > PANEL && Q8Tokens::here() == Q8Tokens::Faster;
+        if bf16 { DType::Bf16 } else { dtype }
     }
 
     fn begin(self) -> AmxSession {
