@@ -15,7 +15,7 @@ pub struct Ceilings {
     pub read: f64,
     /// Operations a second on BF16 weights (two for a multiplication and its addition), by the fastest instructions there are.
     pub bf16: Peak,
-    /// The same for Q8_0 weights, where every 32 k end in a conversion, a product and an addition in f32.
+    /// The same for Q8_0 weights: INT8 products, of which every 32 k end in a conversion, a product and an addition in f32, or BF16 ones.
     pub int8: Peak,
 }
 
@@ -57,13 +57,11 @@ impl Ceilings {
             Peak { by, rate }
         };
         let (bf16, int8) = match isa {
-            Isa::Amx(amx) => (
-                on_tiles("tdpbf16ps", 4.0 * 2.0 * 16.0 * 16.0 * 32.0, amx, tiles_bf16),
-                on_tiles("tdpbssd and scales", 2.0 * 16.0 * 16.0 * 32.0, amx, |_| {
-                    // SAFETY: the tiles are configured, and AMX goes with AVX-512.
-                    unsafe { tiles_scaled() }
-                }),
-            ),
+            Isa::Amx(amx) => {
+                let bf16 = on_tiles("tdpbf16ps", 4.0 * 2.0 * 16.0 * 16.0 * 32.0, amx, tiles_bf16);
+                // Faster than `tdpbssd`, whose sums need scaling: Q8_0 weights become BF16 where there are many tokens.
+                (bf16, bf16)
+            }
             Isa::Avx512(_) => {
                 let [pairs, fma] = [peak("vdpbf16ps", 16.0 * 64.0, dpbf16), peak("vfmadd231ps", 16.0 * 32.0, fma512)];
                 let bf16 = if pairs.rate > fma.rate { pairs } else { fma };
@@ -162,18 +160,6 @@ peak!(
     "vfmadd231ps zmm2\\i, zmm15, zmm15",
     ".endr",
 );
-// A tile of 16 x 16 sums, and their scaling.
-peak!(
-    tiles_scaled,
-    "avx512f",
-    "tdpbssd tmm0, tmm4, tmm5",
-    ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
-    "vcvtdq2ps zmm18, zmm15",
-    "vmulps zmm19, zmm15, zmm15",
-    "vfmadd231ps zmm\\i, zmm15, zmm15",
-    ".endr",
-);
-
 /// Products of tiles into four sums.
 fn tiles_bf16(tiles: &Tiles<'_>) {
     for _ in 0..LOOPS {

@@ -2,8 +2,8 @@
 //!
 //! `tdpbssd` leaves an i32 for each row, token and block of 32, which goes through L1 to be scaled: three vector operations for 16
 //! products of a row, again for each panel (see `int8.rs`). Here the scale meets the weights, seven vector operations for 32 weights and
-//! once for up to four panels, and all blocks are added in one tile of f32. Measured on a Xeon 6, a block of 16 rows in L1: 19 ns with
-//! one panel, 27 with two and 41 with four, against 27, 50 and 97; memory takes 34 to bring it.
+//! once for up to four panels, and all blocks are added in one tile of f32. Measured on a Xeon 6, a block of 16 rows in L2: 43 ns with
+//! two panels and 63 with four, against 50 and 95; memory takes 34 to bring it. With one panel 32 against 26: that one stays INT8.
 //!
 //! Tokens are rounded to BF16 (8 bits of mantissa, each value for itself) instead of to 8 bits of a block's largest, and so are weights, by
 //! the product of quant and scale: squared, a fifth (normally distributed tokens) to two fifths (uniform ones) of the error that quantised
