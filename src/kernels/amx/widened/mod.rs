@@ -61,20 +61,44 @@ pub unsafe fn product(amx: Amx, session: &mut AmxSession, rows: Rows<'_>, panels
         return unsafe { converted_first(amx, session, rows, panels, c, add) };
     }
     for first in (0..panels.count()).step_by(PANELS) {
+        let some = panels.some(first, PANELS.min(panels.count() - first));
         // The weights of further panels are not far: they came with the first.
         let rows = if first > 0 { rows.by(Reading::Stretch) } else { rows };
         // SAFETY: the caller's contract, for some of the panels and their part of C.
+        unsafe { in_parts(amx, session, rows, some, c.add(first * rows.n * PANEL), (add, first == 0)) };
+    }
+}
+
+/// A product with up to [`PANELS`] panels, so few k at a time that all panels stay in L2.
+///
+/// # Safety
+/// As [`few`].
+// SAFETY: contract above.
+unsafe fn in_parts(
+    amx: Amx,
+    session: &mut AmxSession,
+    rows: Rows<'_>,
+    panels: Panels<'_>,
+    c: *mut f32,
+    (add, fresh): (bool, bool),
+) {
+    let parts = rows.k.div_ceil(bf16::MOST_K / panels.count());
+    let size = rows.k.div_ceil(parts).next_multiple_of(QK8_0);
+    for k0 in (0..rows.k).step_by(size) {
+        let k = size.min(rows.k - k0);
+        let next = if k0 + k < rows.k { rows.columns(k0 + k, 0).data } else { rows.next };
+        // SAFETY: the caller's contract, for some columns of all rows and panels.
         unsafe {
-            let some = panels.some(first, PANELS.min(panels.count() - first));
-            few(amx, session, rows, some, c.add(first * rows.n * PANEL), (add, first == 0));
+            let (rows, panels) = (rows.columns(k0, k).then(next), panels.columns(k0, k));
+            few(amx, session, rows, panels, c, (add || k0 > 0, fresh));
         }
     }
 }
 
-/// A product with up to [`PANELS`] panels, for `fresh` weights, which come from memory, or such as are in L2.
+/// The same for so few k that all stays in L2, for `fresh` weights, which come from memory, or such as are in L2.
 ///
 /// # Safety
-/// As [`product`].
+/// As [`product`], with that many panels.
 // SAFETY: contract above.
 unsafe fn few(
     amx: Amx,
