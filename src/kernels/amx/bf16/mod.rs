@@ -37,7 +37,7 @@ const PANEL_STEP: usize = STEP * PANEL * 2;
 /// Bytes of a full step in a weight row.
 const ROW_STEP: usize = STEP * 2;
 /// Most k of the panels together that the weights meet on their way from memory: so much stays in L2 meanwhile, 1 MiB.
-pub(super) const MOST_K: usize = 32 << 10;
+const MOST_K: usize = 32 << 10;
 /// Most k of a row where more panels come back to the weights: so much of 128 rows is 1 MiB of L2. Measured on a Xeon 6 with
 /// 14336 k: 46 % faster at 128 tokens, 50 % at 512, than whole rows; parts of 512 k, which would keep a pair of panels in L1, are slower.
 const BACK_K: usize = 4096;
