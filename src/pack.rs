@@ -77,12 +77,14 @@ impl Panels<'_> {
 
     /// Columns `[k0, k0 + k)` of the same tokens: the right operand for [`Rows::columns`](crate::tensor::Rows::columns).
     ///
-    /// `k0` is a multiple of 32, and `k` too unless the range ends at the last column: past other ranges' ends lie the next
-    /// columns' values, not zeros.
+    /// `k0` is a multiple of 32 (BF16: of what the engine says), and `k` too unless the range ends at the last column: past other
+    /// ranges' ends lie the next columns' values, not zeros.
     pub fn columns(&self, k0: usize, k: usize) -> Self {
-        debug_assert!(k0.is_multiple_of(32) && k0 + k <= self.k && (k.is_multiple_of(32) || k0 + k == self.k));
+        let unit = if self.dtype == DType::Q8_0 { 32 } else { 16 };
+        debug_assert!(k0.is_multiple_of(unit) && k0 + k <= self.k && (k.is_multiple_of(unit) || k0 + k == self.k));
+        let before = if self.dtype == DType::Q8_0 { panel_bytes(self.dtype, k0) } else { k0 * PANEL * 2 };
         // SAFETY: inside the first panel.
-        let data = unsafe { self.data.add(panel_bytes(self.dtype, k0)) };
+        let data = unsafe { self.data.add(before) };
         Self { data, k, ..*self }
     }
 
@@ -135,6 +137,8 @@ pub struct TokenRows<'a> {
     pub tokens: usize,
     /// Bytes from a row to the next: [`token_row_bytes`] of the whole K, also in a view of some columns.
     pub stride: usize,
+    /// Columns of the row's first 32 that are not in the view: 0, or 16 of a BF16 row.
+    pub skip: usize,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -146,19 +150,26 @@ impl TokenRows<'_> {
     // SAFETY: contract above.
     pub unsafe fn from_raw((dtype, form): (DType, Bf16Form), data: *const u8, k: usize, tokens: usize) -> Self {
         debug_assert!(data.addr().is_multiple_of(64) && tokens > 0);
-        Self { dtype, form, data, k, tokens, stride: token_row_bytes(dtype, k), life: PhantomData }
+        Self { dtype, form, data, k, tokens, stride: token_row_bytes(dtype, k), skip: 0, life: PhantomData }
     }
 
-    /// Columns `[k0, k0 + k)` of the same tokens; `k0` is a multiple of 64 for Q8_0, of 32 else, and `k` too unless the range
+    /// Columns `[k0, k0 + k)` of the same tokens; `k0` is a multiple of 64 for Q8_0, of 16 else, and `k` too unless the range
     /// ends at the last column.
     pub fn columns(&self, k0: usize, k: usize) -> Self {
-        let unit = if self.dtype == DType::Q8_0 { 64 } else { 32 };
-        debug_assert!(k0.is_multiple_of(unit) && k0 + k <= self.k && (k.is_multiple_of(unit) || k0 + k == self.k));
-        let before =
-            if self.dtype == DType::Q8_0 { token_row_bytes(self.dtype, k0) } else { k0 * self.form.element_bytes() };
+        let unit = if self.dtype == DType::Q8_0 { 64 } else { 16 };
+        debug_assert!(
+            self.skip == 0
+                && k0.is_multiple_of(unit)
+                && k0 + k <= self.k
+                && (k.is_multiple_of(unit) || k0 + k == self.k)
+        );
+        let (before, skip) = match self.dtype {
+            DType::Q8_0 => (token_row_bytes(self.dtype, k0), 0),
+            _ => ((k0 - k0 % 32) * self.form.element_bytes(), k0 % 32),
+        };
         // SAFETY: inside the first row.
         let data = unsafe { self.data.add(before) };
-        Self { data, k, ..*self }
+        Self { data, k, skip, ..*self }
     }
 
     /// Address of token row `t`.

@@ -1,13 +1,16 @@
 //! Memory and random values for tests.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ops::Range;
 use std::sync::Once;
 
 use half::{bf16, f16};
+use proptest::prelude::*;
 
 use crate::isa::{Amx, Avx2};
 use crate::kernels::amx::trial::with_fp16_if_it_works;
-use crate::tensor::{DType, QK8_0};
+use crate::kernels::reference::{magnitudes, matvec};
+use crate::tensor::{DType, QK8_0, Rows, Weights};
 
 /// AMX: the CPU's where it has it, else the emulator's. With F16 where that works. Says so where there is neither.
 pub fn amx() -> Option<Amx> {
@@ -258,4 +261,49 @@ pub fn floats(bytes: &[u8]) -> Vec<f32> {
 /// Whether both are NaN or the same bits.
 pub fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
+}
+
+/// BF16 rows and tokens of which only some columns count: beside them are NaN and Inf, and behind the last row's a page that must not be
+/// read. They begin and end at half groups of 32, as a NUMA node's parts do.
+pub struct Part {
+    pub k: usize,
+    pub columns: Range<usize>,
+    n: usize,
+    bytes: Guarded,
+    pub x: Vec<Vec<f32>>,
+}
+
+impl Part {
+    /// `halves` half groups behind `before`, and `tail` columns more where they are the rows' last.
+    pub fn new([before, halves, behind, tail]: [usize; 4], n: usize, tokens: usize, seed: u64) -> Self {
+        let mut random = Random(seed);
+        let halves = halves.max(usize::from(behind > 0));
+        let columns = before * 16..(before + halves) * 16 + if behind == 0 { tail } else { 0 };
+        let k = columns.end + behind * 16;
+        let mut bytes = vec![0xFF; k * 2 * n];
+        for row in bytes.chunks_mut(k * 2) {
+            row[columns.start * 2..columns.end * 2].copy_from_slice(&random.weights(DType::Bf16, columns.len()));
+        }
+        let mut token = || (0..k).map(|i| if columns.contains(&i) { random.f32() } else { f32::INFINITY }).collect();
+        let x = (0..tokens).map(|_| token()).collect();
+        Self { k, n, bytes: Guarded::new(&bytes), x, columns }
+    }
+
+    /// The columns that count.
+    pub fn rows(&self) -> Rows<'_> {
+        let w = Weights::contiguous(DType::Bf16, &self.bytes, [self.k, self.n, 1]);
+        w.rows(0, 0, self.n).columns(self.columns.start, self.columns.len())
+    }
+
+    /// Whether `got(token, row)` is what the oracle says.
+    pub fn check(&self, got: impl Fn(usize, usize) -> f32) -> Result<(), TestCaseError> {
+        for (t, x) in self.x.iter().enumerate() {
+            let x = &x[self.columns.clone()];
+            for (i, (want, size)) in matvec(self.rows(), x).into_iter().zip(magnitudes(self.rows(), x)).enumerate() {
+                let got = got(t, i);
+                prop_assert!((f64::from(got) - want).abs() <= 4e-6 * size, "token {t}, row {i}: {got}, not {want}");
+            }
+        }
+        Ok(())
+    }
 }

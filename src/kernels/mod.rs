@@ -39,6 +39,9 @@ pub trait Engine: Copy + Send + Sync {
     /// Bytes of memory for [`Engine::lend`], for each thread.
     const ROOM: usize = 0;
 
+    /// Views of a panel of BF16 may begin and end at multiples of so many columns.
+    const PANEL_STEP: usize = 32;
+
     /// The token of the vector instructions.
     fn vectors(self) -> Self::Vectors;
 

@@ -31,11 +31,29 @@ impl Group {
 ///
 /// Streams through contiguous rows begin as far apart as they are long, so that each goes on where it was in the group before.
 pub fn groups<const S: usize>(rows: &Rows<'_>, sizes: [usize; S]) -> impl Iterator<Item = Group> {
-    let (n, streams, mut done) = (rows.n, rows.reading == Reading::Streams && rows.contiguous(), 0);
+    groups_before(rows, rows.n, None, sizes)
+}
+
+/// The same for the dot form, `size` rows (4 or more) side by side: up to three rows that are left come in a group of 4 with some that were
+/// done before, as one row alone takes as long as four. A row's sums are the same in each group.
+pub fn dot_groups(rows: &Rows<'_>, size: usize) -> impl Iterator<Item = Group> {
+    let left = if rows.n < 4 { 0 } else { rows.n % size % 4 };
+    let last = (left > 0).then(|| Group { first: rows.n - 4, n: 4, apart: 1, next: None });
+    groups_before(rows, rows.n - left, last.map(|group| group.first), [size, 4, 1]).chain(last)
+}
+
+/// [`groups`] of the first `n` rows, behind which the group from row `last` on is gone over.
+fn groups_before<const S: usize>(
+    rows: &Rows<'_>,
+    n: usize,
+    last: Option<usize>,
+    sizes: [usize; S],
+) -> impl Iterator<Item = Group> {
+    let (streams, mut done) = (rows.reading == Reading::Streams && rows.contiguous(), 0);
     sizes.into_iter().flat_map(move |size| {
         let (first, count) = (done, (n - done) / size);
         done += count * size;
-        let behind = (done < n).then_some(done);
+        let behind = if done < n { Some(done) } else { last };
         let (apart, step) = if streams { (count, 1) } else { (1, size) };
         (0..count).map(move |j| {
             let next = if j + 1 < count { Some(first + (j + 1) * step) } else { behind };
@@ -43,6 +61,9 @@ pub fn groups<const S: usize>(rows: &Rows<'_>, sizes: [usize; S]) -> impl Iterat
         })
     })
 }
+
+/// Rows of a short block.
+const SHORT: usize = 64;
 
 /// What lies ahead of the row in hand in the order in which this thread reads: where to prefetch.
 #[derive(Clone, Copy)]
@@ -58,7 +79,7 @@ const AHEAD: usize = 16 << 10;
 /// does not reach so far.
 const NEAR: usize = 1 << 10;
 /// The same where rows have gaps, and more of them are side by side.
-const NEAR_IN_GAPS: usize = 512;
+const NEAR_IN_GAPS: usize = 1024;
 
 impl Ahead {
     pub fn of(rows: &Rows<'_>) -> Self {
@@ -106,7 +127,6 @@ impl Sweep {
         }
         let bytes = rows.dtype.row_bytes(rows.k);
         let next = group.next.map_or(rows.next, |next| rows.row(next));
-        let jump = next.addr().wrapping_sub(first.addr() + bytes);
         let near_by = match rows.reading {
             // All of the next group's rows while this one's are in hand.
             Reading::Stretch => bytes,
@@ -115,6 +135,8 @@ impl Sweep {
         };
         let (at, apart) = (first.wrapping_add(near_by.min(bytes)), group.apart * rows.stride);
         let (near, left) = (rows.reading == Reading::Streams, bytes.saturating_sub(near_by) / step);
+        // Exactly to where that begins: a line before it may lie on another node.
+        let jump = next.addr().wrapping_sub(at.addr() + left * step);
         let mut sweep = Self { at, apart, step, lines: group.n, near, left, jump };
         if sweep.left == 0 {
             sweep.jump();
@@ -172,6 +194,8 @@ pub struct DotPass<'a> {
     pub group: Group,
     pub x: *const u8,
     pub x_stride: usize,
+    /// As [`TokenRows::skip`](crate::pack::TokenRows::skip).
+    pub skip: usize,
     /// Where the first token's results begin, for row 0.
     pub y: *mut f32,
     pub ld: usize,
@@ -209,8 +233,20 @@ impl DotPass<'_> {
     }
 }
 
-/// Makes `dots` of a kernel `dot::<rows, tokens>` for 4 rows or 1 and each of some numbers of tokens, up to `$most`; and for 8 rows, where
-/// they have gaps and there are no more than `$few` tokens: a stream ends with the row then, and it takes more of them.
+/// Rows that the dot form has side by side. More than four for a `few` tokens where streams are short: of rows with gaps, and of a short
+/// block where that leaves no row over.
+pub fn side_by_side(rows: &Rows<'_>, few: bool) -> usize {
+    let leaves = |left: usize| [8, 6].into_iter().find(|size| rows.n % size == left);
+    match rows.contiguous() {
+        _ if !few => 4,
+        true if rows.n.is_multiple_of(4) || rows.n > SHORT => 4,
+        true => leaves(0).unwrap_or(4),
+        false => leaves(0).or(leaves(4)).unwrap_or(8),
+    }
+}
+
+/// Makes `dots` of a kernel `dot::<rows, tokens>` for 4 rows or 1 and each of some numbers of tokens, up to `$most`; and for 8 and 6 rows
+/// (see [`side_by_side`]) with no more than `$few` tokens.
 macro_rules! dots_by_passes {
     ($features:literal, $most:literal, [$($tokens:literal)*], $few:literal, [$($few_tokens:literal)*]) => {
         /// The dot form (see [`Vectors::dots`](crate::kernels::Vectors::dots)).
@@ -221,8 +257,8 @@ macro_rules! dots_by_passes {
         #[target_feature(enable = $features)]
         pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
             let passes = xs.tokens.div_ceil($most);
-            let side_by_side = if !rows.contiguous() && xs.tokens <= $few { 8 } else { 4 };
-            for group in $crate::kernels::passes::groups(&rows, [side_by_side, 4, 1]) {
+            let side_by_side = $crate::kernels::passes::side_by_side(&rows, xs.tokens <= $few);
+            for group in $crate::kernels::passes::dot_groups(&rows, side_by_side) {
                 let mut t = 0;
                 for pass in 0..passes {
                     let tokens = $crate::kernels::passes::even_group(xs.tokens - t, $most);
@@ -230,12 +266,12 @@ macro_rules! dots_by_passes {
                     let lines = (group.n + 1) * pass / passes..(group.n + 1) * (pass + 1) / passes;
                     // SAFETY: token t of the caller's y.
                     let y = unsafe { y.add(t * ld) };
-                    let (x, x_stride) = (xs.row(t), xs.stride);
-                    let part = $crate::kernels::passes::DotPass { rows, group, x, x_stride, y, ld, lines };
+                    let (x, x_stride, skip) = (xs.row(t), xs.stride, xs.skip);
+                    let part = $crate::kernels::passes::DotPass { rows, group, x, x_stride, skip, y, ld, lines };
                     // SAFETY: the group's rows and tokens t .. t + tokens lie inside.
                     unsafe {
                         match (group.n, tokens) {
-                            $((8, $few_tokens) => dot::<8, $few_tokens>(part),)*
+                            $((8, $few_tokens) => dot::<8, $few_tokens>(part), (6, $few_tokens) => dot::<6, $few_tokens>(part),)*
                             $((4, $tokens) => dot::<4, $tokens>(part), (_, $tokens) => dot::<1, $tokens>(part),)*
                             _ => unreachable!("groups have at most {} tokens", $most),
                         }
@@ -273,6 +309,24 @@ mod tests {
             );
             seen.sort_unstable();
             assert_eq!(seen, (0..n).collect::<Vec<_>>(), "{n} {reading:?}");
+        }
+    }
+
+    #[test]
+    fn groups_of_the_dot_form_have_each_row_and_none_alone() {
+        let bytes = [0; 64 * 100];
+        for (n, reading) in (1..80).flat_map(|n| Reading::ALL.map(|reading| (n, reading))) {
+            let all = rows(&bytes, 32, n, reading);
+            for rows in [all, all.columns(0, 16)] {
+                let size = side_by_side(&rows, true);
+                let groups = dot_groups(&rows, size).collect::<Vec<_>>();
+                let mut seen: Vec<_> = groups.iter().flat_map(|g| (0..g.n).map(|r| g.row(r))).collect();
+                seen.sort_unstable();
+                seen.dedup();
+                assert_eq!(seen, (0..n).collect::<Vec<_>>(), "{n} {reading:?}");
+                assert!(n < 4 || groups.iter().all(|g| g.n == size || g.n == 4));
+                assert!(groups.windows(2).all(|pair| pair[0].next == Some(pair[1].first)));
+            }
         }
     }
 
@@ -323,10 +377,11 @@ mod tests {
         let stretch = rows(&bytes, 2048, 8, Reading::Stretch).then(next);
         let want: Vec<_> = (AHEAD..4096 * 8).step_by(64).chain(((1 << 20)..(1 << 20) + AHEAD).step_by(64)).collect();
         assert_eq!(prefetched(stretch, 64), want);
-        for reading in Reading::ALL {
-            let gaps = rows(&bytes, 2048, 8, reading).columns(0, 256).then(next);
-            let inside = |at: &usize| at % 4096 < 512;
-            assert!(prefetched(gaps, 64).iter().all(inside), "{reading:?}");
+        // Half a line less or more than whole ones, too.
+        for (reading, k) in Reading::ALL.into_iter().flat_map(|reading| [240, 256, 272].map(|k| (reading, k))) {
+            let gaps = rows(&bytes, 2048, 8, reading).columns(0, k).then(next);
+            let inside = |at: &usize| at % 4096 < k * 2;
+            assert!(prefetched(gaps, 64).iter().all(inside), "{reading:?} {k}");
         }
     }
 }

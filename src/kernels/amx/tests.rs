@@ -10,7 +10,7 @@ use crate::kernels::Vectors;
 use crate::kernels::reference::{magnitudes, matvec, matvec_by, nmse, nmse_against, widened};
 use crate::pack::{PANEL, Panels, panel_bytes};
 use crate::tensor::{DType, QK8_0, Rows, Weights};
-use crate::testing::{Aligned, Guarded, Random, amx};
+use crate::testing::{Aligned, Guarded, Part, Random, amx};
 
 fn panels(amx: Amx, dtype: DType, k: usize, x: &[Vec<f32>]) -> Aligned {
     let bytes = panel_bytes(dtype, k);
@@ -132,6 +132,29 @@ proptest! {
         let w = Weights::contiguous(DType::Bf16, &bytes[before..][..values.len()], [s.k, s.n, 1]);
         prop_assert_eq!(w.data.addr() % 64, pairs * 4);
         check_case(amx, &Case { w, form: DType::Bf16, step: s.step, x: (0..s.tokens).map(|_| random.vec(s.k)).collect() }, s.add)?;
+    }
+
+    /// Half a step is a seam where rows end with a cache line, else a step by itself.
+    #[test]
+    fn bf16_products_of_half_groups_are_the_oracles(
+        part in [0usize..5, 0..9, 0..3, 1..16],
+        n in 1usize..40,
+        tokens in 1usize..70,
+        seed: u64,
+    ) {
+        let Some(amx) = amx() else { return Ok(()) };
+        let part = Part::new(part, n, tokens, seed);
+        let (px, engine) = (panels(amx, DType::Bf16, part.k, &part.x), AmxEngine::new(amx));
+        for reading in Reading::ALL {
+            let c = Aligned::new(tokens.div_ceil(PANEL) * n * PANEL * 4);
+            // SAFETY: every area has the size its layout asks for.
+            unsafe {
+                let panels = Panels::from_raw(DType::Bf16, px.ptr(), part.k, tokens);
+                let columns = panels.columns(part.columns.start, part.columns.len());
+                engine.product(&mut engine.begin(), part.rows().by(reading), columns, c.ptr().cast(), false);
+            }
+            part.check(|t, i| c.f32()[(t / PANEL * n + i) * PANEL + t % PANEL])?;
+        }
     }
 
     #[test]

@@ -196,28 +196,37 @@ unsafe fn multiply<const R: usize, const WIDEN: bool>(
 // Three tokens and four rows: 12 sums.
 dots_by_passes!("avx2,fma", 3, [1 2 3], 1, [1]);
 
-/// A group of `R` rows (8, 4 or 1) times `T` token rows.
+/// A group of `R` rows (8, 6, 4 or 1) times `T` token rows.
 #[inline(never)]
 #[target_feature(enable = "avx2,fma")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
-    let k = rows.k;
-    let mut w: [*const u8; R] = pass.rows();
+    let DotPass { ref rows, group, x, x_stride, skip, ref lines, .. } = pass;
+    // As if the columns of the first group that are skipped were there.
+    let k = rows.k + skip;
+    let mut w: [*const u8; R] = pass.rows().map(|w: *const u8| w.wrapping_sub(skip * 2));
     let mut x: [*const u8; T] = std::array::from_fn(|t| x.wrapping_add(t * x_stride));
     let mut last = [[0u16; 32]; R];
     let mut acc = [[_mm256_setzero_ps(); T]; R];
     let mut ahead = Sweep::new(rows, group, 64).only(lines.clone());
     for at in (0..k).step_by(32) {
         ahead.step();
+        let first = if at == 0 { skip } else { 0 };
         if at + 32 > k {
             for r in 0..R {
                 // SAFETY: what is left of row i + r; nothing past it may be read.
-                unsafe { w[r].copy_to_nonoverlapping(last[r].as_mut_ptr().cast(), (k - at) * 2) };
+                unsafe {
+                    let (from, to) = (w[r].wrapping_add(first * 2), last[r].as_mut_ptr().add(first));
+                    from.copy_to_nonoverlapping(to.cast(), (k - at - first) * 2);
+                }
                 w[r] = last[r].as_ptr().cast();
             }
         }
         for (h, half) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            // Neither what is skipped nor what belongs to the next view is multiplied.
+            if h == 0 && first > 0 || h == 1 && at + 16 >= k {
+                continue;
+            }
             // SAFETY: 32 values of each row; token rows have whole groups of 32 k.
             unsafe {
                 // Two tokens are in registers; there is none left for a third one.

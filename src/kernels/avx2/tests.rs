@@ -8,7 +8,7 @@ use crate::kernels::Vectors;
 use crate::kernels::reference::{Reference, magnitudes, matvec};
 use crate::pack::{PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
 use crate::tensor::{DType, Rows, Weights};
-use crate::testing::{Aligned, Guarded, Random};
+use crate::testing::{Aligned, Guarded, Part, Random};
 
 fn has_avx2() -> bool {
     let has = Avx2::detect().is_some();
@@ -135,6 +135,17 @@ proptest! {
         k in 1usize..1200, n in 1usize..70, tokens in 1usize..66, gap in 0usize..4, seed: u64,
     ) {
         check(DType::Bf16, [k, n, tokens], gap, seed)?;
+    }
+
+    #[test]
+    fn dots_of_half_groups_are_the_oracles(part in [0usize..5, 0..9, 0..3, 1..16], n in 1usize..40, tokens in 1usize..9, seed: u64) {
+        if !has_avx2() {
+            return Ok(());
+        }
+        let part = Part::new(part, n, tokens, seed);
+        let packed = Tokens::new(DType::Bf16, &part.x);
+        let y = dots(part.rows(), packed.rows(0, tokens).columns(part.columns.start, part.columns.len()));
+        part.check(|t, i| y[t][i])?;
     }
 
     #[test]

@@ -50,6 +50,15 @@ unsafe fn load32(row: *const u8, at: usize, k: usize) -> __m512i {
     }
 }
 
+/// The first `n` columns at `at`, 1 to 16 of them; zeros past them, where nothing is read.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+// SAFETY: `at` is readable for `n` elements.
+unsafe fn load16(at: *const u8, n: usize) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_maskz_loadu_epi16((1u32 << n).wrapping_sub(1) as __mmask16, at.cast()) }
+}
+
 /// The panel form (see [`super::super::Engine::product`]).
 ///
 /// # Safety
@@ -156,42 +165,55 @@ unsafe fn stream<const R: usize, const P: usize>(
     }
 }
 
-dots_by_passes!("avx512f,avx512bw,fma", 5, [1 2 3 4 5], 2, [1 2]);
+dots_by_passes!("avx512f,avx512bw,avx512vl,fma", 5, [1 2 3 4 5], 2, [1 2]);
 
-/// A group of `R` rows (8, 4 or 1) times `T` token rows.
+/// A group of `R` rows (8, 6, 4 or 1) times `T` token rows.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,fma")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
-    let (x, x_stride) = (x.cast::<f32>(), x_stride / 4);
-    let k = rows.k;
-    let w: [*const u8; R] = pass.rows();
+    let DotPass { ref rows, group, x, x_stride, skip, ref lines, .. } = pass;
+    let (mut x, x_stride) = (x.cast::<f32>(), x_stride / 4);
+    let mut k = rows.k;
+    let mut w: [*const u8; R] = pass.rows();
     let mut acc = [[_mm512_setzero_ps(); T]; R];
     let mut ahead = Sweep::new(rows, group, 64);
-    let step = |at: usize, w: [__m512i; R], acc: &mut [[__m512; T]; R]| {
+    // Of the columns with even and with odd k, those that are `there`.
+    let step = |x: *const f32, w: [__m512i; R], there: __mmask16, acc: &mut [[__m512; T]; R]| {
         let halves: [[__m512; R]; 2] = [std::array::from_fn(|r| even(w[r])), std::array::from_fn(|r| odd(w[r]))];
         for (half, w) in halves.iter().enumerate() {
             for t in 0..T {
                 // SAFETY: token rows have whole groups of 32 k.
-                let x = unsafe { _mm512_load_ps(x.add(t * x_stride + at + half * 16)) };
+                let x = unsafe { _mm512_load_ps(x.add(t * x_stride + half * 16)) };
                 for r in 0..R {
-                    acc[r][t] = _mm512_fmadd_ps(w[r], x, acc[r][t]);
+                    acc[r][t] = _mm512_mask3_fmadd_ps(w[r], x, acc[r][t], there);
                 }
             }
         }
     };
+    if skip > 0 {
+        // Nothing before the row is touched, nor is the page that it may lie on.
+        // SAFETY: the first columns, up to 16, are the upper half of the group's.
+        let half = w.map(|w| unsafe { _mm512_inserti64x4::<1>(_mm512_setzero_si512(), load16(w, k.min(16))) });
+        step(x, half, 0xFF00, &mut acc);
+        (x, k) = (x.wrapping_add(32), k.saturating_sub(16));
+        w = w.map(|w| w.wrapping_add(32));
+    }
     for at in (0..k / 32 * 32).step_by(32) {
         lines.clone().for_each(|line| ahead.line(line));
         ahead.advance();
         // SAFETY: whole vectors below k.
         let w = std::array::from_fn(|r| unsafe { _mm512_loadu_si512(w[r].add(at * 2).cast()) });
-        step(at, w, &mut acc);
+        step(x.wrapping_add(at), w, 0xFFFF, &mut acc);
     }
     if !k.is_multiple_of(32) {
         let at = k / 32 * 32;
+        // Nor what is behind the row.
         // SAFETY: below k.
-        step(at, std::array::from_fn(|r| unsafe { load32(w[r], at, k) }), &mut acc);
+        let last = w.map(|w| unsafe {
+            if k - at > 16 { load32(w, at, k) } else { _mm512_zextsi256_si512(load16(w.add(at * 2), k - at)) }
+        });
+        step(x.wrapping_add(at), last, (1u32 << (k - at).div_ceil(2)).wrapping_sub(1) as __mmask16, &mut acc);
     }
     // SAFETY: the pass is the caller's.
     unsafe { store_sums(&acc, &pass) };

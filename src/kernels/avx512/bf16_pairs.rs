@@ -158,35 +158,52 @@ impl Block<'_> {
 
 dots_by_passes!("avx512f,avx512bw,avx512vl,avx512bf16", 6, [1 2 3 4 5 6], 2, [1 2]);
 
-/// A group of `R` rows (8, 4 or 1) times `T` token rows.
+/// A group of `R` rows (8, 6, 4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 // SAFETY: as `dots`.
 unsafe fn dot<const R: usize, const T: usize>(pass: DotPass<'_>) {
-    let DotPass { ref rows, group, x, x_stride, ref lines, .. } = pass;
-    let k = rows.k;
-    let w: [*const u8; R] = pass.rows();
+    let DotPass { ref rows, group, mut x, x_stride, skip, ref lines, .. } = pass;
+    let mut k = rows.k;
+    let mut w: [*const u8; R] = pass.rows();
     let mut acc = [[_mm512_setzero_ps(); T]; R];
     let mut ahead = Sweep::new(rows, group, 64);
-    // SAFETY: whole vectors below k, then the last elements under a mask; token rows are padded with zeros.
+    // SAFETY: whole vectors below k, then the last elements under a mask; token rows have whole groups of 32 k.
     unsafe {
-        let step = |j: usize, w: [__m512bh; R], acc: &mut [[__m512; T]; R]| {
+        // Of the pairs, those that are `there`.
+        let step = |x: *const u8, w: [__m512bh; R], there: __mmask16, acc: &mut [[__m512; T]; R]| {
             for t in 0..T {
-                let x = bh(_mm512_load_si512(x.add(t * x_stride + j * 64).cast()));
+                let x = bh(_mm512_load_si512(x.add(t * x_stride).cast()));
                 for r in 0..R {
-                    acc[r][t] = _mm512_dpbf16_ps(acc[r][t], w[r], x);
+                    acc[r][t] = _mm512_mask_dpbf16_ps(acc[r][t], there, w[r], x);
                 }
             }
         };
+        // Up to 16 columns; zeros past them, where nothing is read.
+        let half =
+            |w: *const u8, n: usize| _mm256_maskz_loadu_epi16((1u32 << n).wrapping_sub(1) as __mmask16, w.cast());
+        if skip > 0 {
+            // Nothing before the row is touched, nor is the page that it may lie on.
+            let upper = w.map(|w| bh(_mm512_inserti64x4::<1>(_mm512_setzero_si512(), half(w, k.min(16)))));
+            step(x, upper, 0xFF00, &mut acc);
+            (x, k) = (x.wrapping_add(64), k.saturating_sub(16));
+            w = w.map(|w| w.wrapping_add(32));
+        }
         for j in 0..k / 32 {
             lines.clone().for_each(|line| ahead.line(line));
             ahead.advance();
-            step(j, std::array::from_fn(|r| bh(_mm512_loadu_si512(w[r].add(j * 64).cast()))), &mut acc);
+            let w = w.map(|w| bh(_mm512_loadu_si512(w.add(j * 64).cast())));
+            step(x.wrapping_add(j * 64), w, 0xFFFF, &mut acc);
         }
         if !k.is_multiple_of(32) {
-            let mask = (1u32 << (k % 32)) - 1;
-            let last = |r: usize| bh(_mm512_maskz_loadu_epi16(mask, w[r].add(k / 32 * 64).cast()));
-            step(k / 32, std::array::from_fn(last), &mut acc);
+            // Nor what is behind the row.
+            let (at, n) = (k / 32 * 64, k % 32);
+            let last = w.map(|w| {
+                let w = w.add(at);
+                let whole = || _mm512_maskz_loadu_epi16((1u32 << n) - 1, w.cast());
+                bh(if n > 16 { whole() } else { _mm512_zextsi256_si512(half(w, n)) })
+            });
+            step(x.wrapping_add(at), last, (1u32 << n.div_ceil(2)).wrapping_sub(1) as __mmask16, &mut acc);
         }
     }
     // SAFETY: the pass is the caller's.

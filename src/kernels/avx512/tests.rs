@@ -8,7 +8,7 @@ use crate::kernels::Vectors;
 use crate::kernels::reference::{magnitudes, matvec};
 use crate::pack::{PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
 use crate::tensor::{DType, Rows, Weights};
-use crate::testing::{Aligned, Guarded, Random};
+use crate::testing::{Aligned, Guarded, Part, Random};
 
 fn isa() -> Option<Avx512> {
     let isa = Avx512::detect();
@@ -104,6 +104,24 @@ proptest! {
     #[test]
     fn bf16_products_are_the_oracles(k in 1usize..700, n in 1usize..70, tokens in 1usize..66, gap in 0usize..4, seed: u64) {
         check(DType::Bf16, [k, n, tokens], gap, seed)?;
+    }
+
+    #[test]
+    fn dots_of_half_groups_are_the_oracles(part in [0usize..5, 0..9, 0..3, 1..16], n in 1usize..40, tokens in 1usize..9, seed: u64) {
+        if isa().is_none() { return Ok(()) };
+        let part = Part::new(part, n, tokens, seed);
+        for (reading, (form, _, dots)) in Reading::ALL.into_iter().flat_map(|r| forms(DType::Bf16).into_iter().map(move |f| (r, f))) {
+            let stride = token_row_bytes(DType::Bf16, part.k);
+            let (xs, mut y) = (Aligned::new(tokens * stride), vec![f32::NAN; tokens * n]);
+            // SAFETY: room for each token's row, and for the results; the features are there.
+            unsafe {
+                part.x.iter().enumerate().for_each(|(t, x)| pack::row_bf16(form, x.as_ptr(), 0, part.k, xs.ptr().add(t * stride)));
+                let xs = TokenRows::from_raw((DType::Bf16, form), xs.ptr(), part.k, tokens);
+                let columns = xs.columns(part.columns.start, part.columns.len());
+                dots(part.rows().by(reading), columns, y.as_mut_ptr(), n);
+            }
+            part.check(|t, i| y[t * n + i])?;
+        }
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub fn sums4(v: [__m512; 4]) -> __m128 {
     _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half))
 }
 
-/// Writes the sums of a pass of `T` tokens and `R` rows (8, 4 or 1).
+/// Writes the sums of a pass of `T` tokens and `R` rows (8, 6, 4 or 1).
 #[inline]
 #[target_feature(enable = "avx512f")]
 // SAFETY: contract: of `DotPass::store`.

@@ -59,8 +59,10 @@ impl Vectors for Reference {
             for i in 0..rows.n {
                 // SAFETY: element k of the row and of the token; the caller's y.
                 unsafe {
-                    let term =
-                        |k| f64::from(element(rows.dtype, rows.row(i), k)) * f64::from(row_element(rows.dtype, x, k));
+                    let term = |k| {
+                        f64::from(element(rows.dtype, rows.row(i), k))
+                            * f64::from(row_element(rows.dtype, x, xs.skip + k))
+                    };
                     *y.add(t * ld + i) = (0..rows.k).map(term).sum::<f64>() as f32;
                 }
             }

@@ -86,7 +86,7 @@ unsafe fn columns(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panel
     let parts = [(0, streamed, Reading::Streams), (streamed, panels.count() - streamed, Reading::Stretch)];
     for (first, count, reading) in parts.into_iter().filter(|part| part.1 > 0) {
         let seam = Seam::of(amx.avx512(), &rows);
-        let (steps, last_pairs) = (rows.k / STEP - usize::from(seam.is_some()), rows.k % STEP / 2);
+        let (steps, last_pairs) = seam.map_or((rows.k / STEP, rows.k % STEP / 2), |seam| (seam.steps(rows.k), 0));
         let tiling = if reading == Reading::Streams { Tiling::of(&rows) } else { Tiling::neighbours(rows.n) };
         let tiles = session.configure(&config(tiling.height, last_pairs));
         let panels = panels.some(first, count);

@@ -9,7 +9,7 @@ use crate::kernels::passes::{DotPass, Sweep, dots_by_passes};
 use crate::pack::{Q8_ROW_BLOCK, TokenRows};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 
-dots_by_passes!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c", 5, [1 2 3 4 5], 0, []);
+dots_by_passes!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c", 5, [1 2 3 4 5], 2, [1 2]);
 
 /// Two neighbouring blocks of a row: their quants as `w + 128`, and their scales, eight lanes each. With `both` unset the
 /// second is not there: scale 0.
@@ -32,7 +32,7 @@ unsafe fn two_blocks(block: *const u8, both: bool) -> (__m512i, __m512) {
     }
 }
 
-/// A group of `R` rows (4 or 1) times `T` token rows.
+/// A group of `R` rows (8, 6, 4 or 1) times `T` token rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
 // SAFETY: as `dots`.
