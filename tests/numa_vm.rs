@@ -16,7 +16,7 @@ use ggml_hina::kernels::reference::{Reference, nmse, pack_panel};
 use ggml_hina::numa::NodeId;
 use ggml_hina::numa::period::Pattern;
 use ggml_hina::numa::placement::{Placement, page_size};
-use ggml_hina::numa::segments::{Tokens, Use, Uses, products, sum_lanes};
+use ggml_hina::numa::segments::{ROOM, Sums, Tokens, Use, Uses, products, sum_lanes};
 use ggml_hina::numa::tensors::Numa;
 use ggml_hina::numa::threads::{CpuSet, Duty, Mode, Seats, node_of_this_thread, spread_node};
 use ggml_hina::numa::topology::{Topology, parse_list};
@@ -317,7 +317,7 @@ fn segments_on<E: Engine>(engine: E, name: &str, numa: &Numa) -> Result<String, 
     let panels = || unsafe { Panels::from_raw(DType::Bf16, packed.start(), k, lanes) };
 
     let plan = numa.tensor(&w).ok_or("no plan for interleaved weights")?;
-    let len = plan.slots() * PANEL;
+    let len = plan.sets() * n * PANEL;
     let of = |i: usize| Use {
         plan: plan.expert(i),
         expert: i,
@@ -341,8 +341,10 @@ fn segments_on<E: Engine>(engine: E, name: &str, numa: &Numa) -> Result<String, 
         let duty = Duty::new(&uses.bytes(numa.ids()), &seats, numa.near(), (worker.ith(), worker.nth()));
         let node = numa.ids()[seats.place(worker.ith())];
         let tokens = |_| Tokens { panels: Some(panels()), rows: None };
+        let c = Map::anonymous(ROOM * 4);
+        let to = Sums { partial: partial.start().cast(), c: c.start().cast() };
         // SAFETY: the buffer has room for all uses, and all workers read the same seats.
-        let (a, l) = unsafe { products(engine, &w, &uses, (numa.ids(), node, &duty), tokens, partial.start().cast()) };
+        let (a, l) = unsafe { products(engine, &w, &uses, (numa.ids(), node, &duty), tokens, to) };
         all.fetch_add(a, Ordering::Relaxed);
         local.fetch_add(l, Ordering::Relaxed);
         let should = spread_node(numa.topology(), worker.ith(), worker.nth());

@@ -275,7 +275,7 @@ impl<E: Engine> Run<'_, E> {
     // SAFETY: as `Segments::products`.
     unsafe fn products(&self, segments: &Segments<'_>, w: &Worker<'_>, weights: &Weights<'_>, packed: &Packed) {
         // SAFETY: the caller's promise.
-        unsafe { segments.products(self.multiplier.engine(), w, weights, &self.routing, packed) };
+        unsafe { segments.products(self.multiplier.engine(), w, weights, &self.routing, packed, self.areas.c) };
     }
 
     /// The C block of some rows: a product, or the sum of the segments' products.

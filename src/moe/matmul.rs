@@ -209,7 +209,7 @@ where
         w.barrier();
         if let Some(segments) = &segments {
             // SAFETY: packed and seated before the barrier.
-            unsafe { segments.products(engine, w, &self.w, &routing, &areas.packed) };
+            unsafe { segments.products(engine, w, &self.w, &routing, &areas.packed, areas.c) };
             w.barrier();
         }
         let blocks = Blocks::new(engine, self.w, &routing, w.nth());

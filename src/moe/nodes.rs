@@ -1,11 +1,11 @@
 //! The products of an operation where its weights lie on several NUMA nodes (see [`crate::numa`]).
 
 use super::Carver;
-use super::cblock::{CBlock, Chunk};
+use super::cblock::{CBlock, Chunk, ROOM};
 use super::gather::Packed;
 use super::routing::{Active, Routing};
 use crate::kernels::{Engine, Vectors};
-use crate::numa::segments::{Tokens, Use, Uses, products, sum_lanes, sum_rows};
+use crate::numa::segments::{self, Sums, Tokens, Use, Uses, products, sum_lanes, sum_rows};
 use crate::numa::tally::Tally;
 use crate::numa::tensors::{MAX_TOKENS, Numa, TensorPlan};
 use crate::numa::threads::{Duty, Pinned, Seats};
@@ -73,13 +73,16 @@ pub struct Segments<'a> {
     rows_at: usize,
 }
 
+const _: () = assert!(ROOM >= segments::ROOM);
+
 impl<'a> Segments<'a> {
     /// Takes room for the partial sums of any routing of `pairs` pairs over `experts` experts. None where products are plain.
     pub fn carve(placed: Option<Placed<'a>>, carver: &mut Carver, [pairs, experts]: [usize; 2]) -> Option<Self> {
         let Placed { nodes, plan, .. } = placed.filter(|p| p.segments)?;
         let active = pairs.min(experts);
-        let rows_at = plan.slots() * (pairs / PANEL + active) * PANEL;
-        let rows = plan.slots() * pairs.min(active * MAX_TOKEN_ROWS);
+        let n = plan.expert(0).n();
+        let rows_at = plan.sets() * n * (pairs / PANEL + active) * PANEL;
+        let rows = plan.nodes() * n * pairs.min(active * MAX_TOKEN_ROWS);
         Some(Self { nodes, plan, partial: carver.take(rows_at + rows), rows_at })
     }
 
@@ -99,14 +102,14 @@ impl<'a> Segments<'a> {
     }
 
     fn of(&self, a: &Active) -> Use<'a> {
-        let slots = self.plan.slots();
+        let plan = self.plan.expert(a.expert);
         Use {
-            plan: self.plan.expert(a.expert),
+            plan,
             expert: a.expert,
             panels: a.panels(),
             rows: a.rows,
-            lanes_at: slots * a.panels_before * PANEL,
-            rows_at: self.rows_at + slots * a.rows_before,
+            lanes_at: self.plan.sets() * plan.n() * a.panels_before * PANEL,
+            rows_at: self.rows_at + self.plan.nodes() * plan.n() * a.rows_before,
         }
     }
 
@@ -114,7 +117,7 @@ impl<'a> Segments<'a> {
     ///
     /// # Safety
     /// The plan is of `w`; `packed` holds the routing's tokens for it; the seats were taken before a barrier that all
-    /// workers have passed.
+    /// workers have passed; `c` is this worker's, 64-byte aligned and writable for [`ROOM`] f32.
     // SAFETY: contract above.
     pub unsafe fn products<E: Engine>(
         &self,
@@ -123,6 +126,7 @@ impl<'a> Segments<'a> {
         w: &Weights<'_>,
         routing: &Routing<'_>,
         packed: &Packed,
+        c: *mut f32,
     ) {
         let OnNodes { numa, seats, tally, .. } = self.nodes;
         let uses = Uses { count: routing.active.len(), of: |i: usize| self.of(&routing.active[i]) };
@@ -137,7 +141,10 @@ impl<'a> Segments<'a> {
             }
         };
         // SAFETY: carved for any routing; the caller's promise for the rest.
-        let (all, local) = unsafe { products(engine, w, &uses, (numa.ids(), node, &duty), tokens, self.partial) };
+        let (all, local) = unsafe {
+            let to = Sums { partial: self.partial, c };
+            products(engine, w, &uses, (numa.ids(), node, &duty), tokens, to)
+        };
         tally.add(local, all - local);
     }
 

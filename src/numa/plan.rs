@@ -1,17 +1,19 @@
 //! From placement to who computes what: blocks of rows with the same cut of their columns, a part of it for each node.
 //!
-//! The paper's segments (section 5, equations 3 to 5) in general form. Columns are cut in *granules*: 32 elements of BF16
-//! (64 bytes) or two Q8_0 blocks (68 bytes), the kernels' steps along K. A granule belongs to the node that holds its first byte. Rows whose granules
+//! The paper's segments (section 5, equations 3 to 5) in general form. Columns are cut in *granules*: 16 elements of BF16
+//! (32 bytes, to which GGUF aligns tensors) or two Q8_0 blocks (68 bytes). A granule belongs to the node that holds its first byte. Rows whose granules
 //! are cut the same way form a *block*; the ranges of columns that one node holds of it are a *part*. A node's result for
 //! a part is a partial sum; a row's value is the sum over its block's parts, ascending by node.
 //!
-//! Four ways to find blocks, the cheapest by remote bytes and number of products wins:
+//! Five ways to find blocks, the cheapest by remote bytes and number of products wins:
 //!
 //! * *Apart*: where the placement repeats after P bytes, rows `T = P / gcd(P, row stride)` apart are cut alike (T_x of
 //!   equation 5), so they make a block even though they do not follow each other.
 //! * *Nearly*: where T is so large that few rows are left to a block, rows a smaller step apart whose cuts drift a little
 //!   from row to row. A block is cut as its middle row is; what the others have beyond their own cuts is remote.
 //! * *Alike*: neighbouring rows that happen to be cut alike; for long runs, where T is larger than the matrix.
+//! * *Whole*: each row to the node that holds most of it, neighbours of one node together: for long runs too, where the rows that are cut
+//!   are too short to be worth two products.
 //! * *Majority*: sixteen rows to the node that holds most of them; always possible, but part of it is remote.
 
 mod build;
@@ -27,7 +29,7 @@ pub const BLOCK_ROWS: usize = 16;
 pub const fn granule(dtype: DType) -> usize {
     match dtype {
         DType::Q8_0 => 64,
-        _ => 32,
+        _ => 16,
     }
 }
 
@@ -78,8 +80,10 @@ pub struct Part {
     pub block: u32,
     /// The node.
     pub node: NodeId,
-    /// Where its partial sums lie: rows before it in the plan's buffer of them.
-    pub slot: u32,
+    /// Place of its node in [`Plan::shares`].
+    pub place: u32,
+    /// Whether it is the first of its node's parts.
+    pub leads: bool,
     /// Bytes of weights.
     pub bytes: u32,
     ranges: Range<u32>,
@@ -95,6 +99,8 @@ pub struct Share {
     pub parts: Vec<u32>,
     /// Bytes of weights before each part, and at the end all bytes.
     pub before: Vec<u64>,
+    /// The rows that it has no part of.
+    pub without: Vec<Range<u32>>,
 }
 
 impl Share {
@@ -122,7 +128,9 @@ pub struct Plan {
     ranges: Vec<Range<u32>>,
     held: Vec<(NodeId, u32)>,
     shares: Vec<Share>,
-    slots: usize,
+    /// The nodes that have a part of each row: bit `i` is that of share `i`.
+    holders: Vec<u32>,
+    sets: usize,
 }
 
 impl Plan {
@@ -172,9 +180,20 @@ impl Plan {
         held.iter().find(|h| h.0 == node).map_or(0, |h| h.1)
     }
 
-    /// Rows of partial sums: what the buffer of them must have room for, times the panels' tokens.
-    pub fn slots(&self) -> usize {
-        self.slots
+    /// How many sets of partial sums hold those of all nodes, where the node at place `i` writes to set `i % sets`: no row has two nodes
+    /// in one set.
+    pub fn sets(&self) -> usize {
+        self.sets
+    }
+
+    /// The nodes that have a part of each row: bit `i` is that of share `i`.
+    pub fn holders(&self) -> &[u32] {
+        &self.holders
+    }
+
+    /// Whether a part is whole rows, all columns of them, that follow each other in memory.
+    pub fn whole_rows(&self, part: &Part) -> bool {
+        self.step == 1 && self.ranges(part)[0] == (0..self.k as u32)
     }
 
     /// The block of a row, and its place in it.
@@ -183,20 +202,6 @@ impl Plan {
         let blocks = &self.blocks[self.classes[class] as usize..self.classes[class + 1] as usize];
         let block = &blocks[blocks.partition_point(|b| b.first as usize <= row) - 1];
         (block, (row - block.first as usize) / self.step)
-    }
-
-    /// Calls `f` with each of some rows, its block and its place in it; rows of a class follow each other.
-    pub fn each_row<'a>(&'a self, rows: Range<usize>, mut f: impl FnMut(usize, &'a Block, usize)) {
-        for first in rows.start..rows.end.min(rows.start + self.step) {
-            let (mut block, mut j) = self.block_of(first);
-            for row in (first..rows.end).step_by(self.step) {
-                if j == block.rows as usize {
-                    (block, j) = self.block_of(row);
-                }
-                f(row, block, j);
-                j += 1;
-            }
-        }
     }
 
     /// Bytes of some rows, and those of them that lie on `node`. Over whole blocks the sums are exact; a row of a block whose

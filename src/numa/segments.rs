@@ -5,15 +5,29 @@
 //! behind a barrier [`sum_lanes`] and [`sum_rows`] add them, always ascending by node, to the same C blocks that a plain
 //! product leaves. So the result does not depend on the number of workers, nor on where they run.
 
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+mod job;
+
 use std::ops::Range;
 
+use job::{Job, product};
+
 use super::NodeId;
-use super::plan::{BLOCK_ROWS, Part, Plan};
+use super::plan::{Part, Plan};
 use super::threads::{Duty, MAX_NODES};
-use crate::kernels::{Engine, Vectors};
+use crate::kernels::Engine;
 use crate::pack::{MAX_TOKEN_ROWS, PANEL, Panels, TokenRows};
-use crate::tensor::{Rows, Weights};
+use crate::tensor::Weights;
+
+/// Most rows of whole rows that are multiplied at a time, and most bytes of them, beyond one part's: as plain blocks have (measured there).
+const WHOLE_ROWS: usize = 1024;
+const WHOLE_BYTES: usize = 1 << 20;
+
+/// Panels that rows are multiplied with at a time: however many rows there are, so that sums do not depend on who does them.
+const PANELS: usize = 4;
+
+/// f32 of room that [`Sums`] must have: for the panels, and for token rows twice.
+pub const ROOM: usize = PANELS * PANEL * WHOLE_ROWS;
+const _: () = assert!(2 * MAX_TOKEN_ROWS * WHOLE_ROWS <= ROOM);
 
 /// One expert that an operation uses.
 #[derive(Clone, Copy, Debug)]
@@ -33,38 +47,25 @@ pub struct Use<'a> {
 }
 
 impl Use<'_> {
-    /// f32 of the panels' partial sums.
+    /// f32 of the panels' partial sums: `[set of the plan][panel][row][16 lanes]`.
     pub fn lanes_len(&self) -> usize {
-        self.plan.slots() * self.panels * PANEL
+        self.plan.sets() * self.panels * self.plan.n() * PANEL
     }
 
-    /// f32 of the token rows' partial sums.
+    /// f32 of the token rows' partial sums: `[node of the plan][token][row]`, so that no two nodes write to one line.
     pub fn rows_len(&self) -> usize {
-        self.plan.slots() * self.rows
+        self.plan.shares().len() * self.rows * self.plan.n()
     }
 
-    /// Calls `f` with each of `n` rows from `first` on: its place among them, and where it is in its block.
-    fn each_row(&self, (first, n): (usize, usize), mut f: impl FnMut(usize, InBlock<'_>)) {
-        self.plan.each_row(first..first + n, |row, block, j| {
-            let parts = &self.plan.parts()[block.parts.start as usize..block.parts.end as usize];
-            f(row - first, InBlock { parts, rows: block.rows as usize, j });
-        });
+    /// Where a node's sums of panel `p` with a row are in the buffer: 16 f32.
+    fn lanes_of(&self, place: usize, p: usize, row: usize) -> usize {
+        self.lanes_at + ((place % self.plan.sets() * self.panels + p) * self.plan.n() + row) * PANEL
     }
 
-    /// Where a part's sums of a row and of panel `p` are in the buffer: 16 f32.
-    fn lanes_of(&self, part: &Part, p: usize, at: &InBlock<'_>) -> usize {
-        self.lanes_at + (part.slot as usize * self.panels + p * at.rows + at.j) * PANEL
+    /// The same for token `t`: one f32, the next row's behind it.
+    fn row_of(&self, place: usize, t: usize, row: usize) -> usize {
+        self.rows_at + (place * self.rows + t) * self.plan.n() + row
     }
-}
-
-/// A row of a block.
-struct InBlock<'a> {
-    /// The block's parts, at least one.
-    parts: &'a [Part],
-    /// Rows of the block.
-    rows: usize,
-    /// Which of them it is.
-    j: usize,
 }
 
 /// The experts that an operation uses: `of(0)` to `of(count - 1)`.
@@ -118,12 +119,6 @@ fn place(ids: &[NodeId], node: NodeId) -> usize {
     ids.binary_search(&node).unwrap_or(0)
 }
 
-/// The rows of a part, in place; narrow them by the ranges of [`Plan::ranges`].
-pub fn rows<'a>(w: &Weights<'a>, expert: usize, plan: &Plan, part: &Part) -> Rows<'a> {
-    let block = &plan.blocks()[part.block as usize];
-    w.rows_apart(expert, block.first as usize, plan.step(), block.rows as usize)
-}
-
 /// An expert's packed tokens, as many as its [`Use`] says.
 #[derive(Clone, Copy, Debug)]
 pub struct Tokens<'a> {
@@ -133,14 +128,23 @@ pub struct Tokens<'a> {
     pub rows: Option<TokenRows<'a>>,
 }
 
+/// Where products leave their sums.
+#[derive(Clone, Copy, Debug)]
+pub struct Sums {
+    /// The buffer that all workers share.
+    pub partial: *mut f32,
+    /// [`ROOM`] f32 of this worker's own, 64-byte aligned.
+    pub c: *mut f32,
+}
+
 /// All parts of one worker: the partial sums of what falls to it. Behind a barrier they can be added.
 ///
 /// `ids` are the topology's nodes, `tokens` gets the place of an expert in `uses`. Returns the bytes of weights read, and
 /// those of them that lie on `node`, the worker's.
 ///
 /// # Safety
-/// `w` are the weights that the plans were made for; the tokens agree with them in type and k. `partial` is 64-byte aligned
-/// and writable where the uses say, by nobody but the team, whose workers' duties come from the same seats.
+/// `w` are the weights that the plans were made for; the tokens agree with them in type and k. `to.partial` is 64-byte aligned
+/// and writable where the uses say, by nobody but the team, whose workers' duties come from the same seats; `to.c` is this worker's.
 // SAFETY: contract above.
 pub unsafe fn products<'a, 't, E: Engine, F: Fn(usize) -> Use<'a>>(
     engine: E,
@@ -148,95 +152,29 @@ pub unsafe fn products<'a, 't, E: Engine, F: Fn(usize) -> Use<'a>>(
     uses: &Uses<F>,
     (ids, node, duty): (&[NodeId], NodeId, &Duty),
     tokens: impl Fn(usize) -> Tokens<'t>,
-    partial: *mut f32,
+    to: Sums,
 ) -> (u64, u64) {
     let mut session = engine.begin();
-    let mut multiply = |(i, u, part): (usize, Use<'a>, &Part), next: *const u8| {
+    let mut multiply = |job: Job<'a>, next: *const u8| {
         // SAFETY: the caller's promise; each part falls to one worker.
-        unsafe { product(engine, &mut session, w, (&u, part), &tokens(i), partial, next) };
+        unsafe { product(engine, &mut session, w, &job, &tokens(job.i), to, next) };
     };
     let (mut bytes, mut local) = (0, 0);
-    let mut in_hand = None;
+    let mut in_hand: Option<Job<'a>> = None;
     uses.each(ids, duty, |i, u, part| {
         bytes += u64::from(part.bytes);
         local += u64::from(u.plan.bytes_on(part, node));
-        let first = begin(w, u, part);
-        if let Some(before) = in_hand.replace((i, *u, part)) {
-            multiply(before, first);
-        }
+        let job = Job::new(i, u, part);
+        let Some(before) = in_hand else { return in_hand = Some(job) };
+        in_hand = before.with(&job, w.row_stride).or_else(|| {
+            multiply(before, job.begin(w));
+            Some(job)
+        });
     });
-    if let Some(last @ (_, u, part)) = in_hand {
-        multiply(last, begin(w, &u, part));
+    if let Some(last) = in_hand {
+        multiply(last, last.begin(w));
     }
     (bytes, local)
-}
-
-/// Address of a part's first column in its first row.
-fn begin(w: &Weights<'_>, u: &Use<'_>, part: &Part) -> *const u8 {
-    rows(w, u.expert, u.plan, part).columns(u.plan.ranges(part)[0].start as usize, 0).data
-}
-
-/// One part times an expert's tokens: the node's partial sums. `next` is what this thread reads next.
-///
-/// # Safety
-/// As [`products`]; nobody else uses this part's sums meanwhile.
-// SAFETY: contract above.
-unsafe fn product<E: Engine>(
-    engine: E,
-    session: &mut E::Session,
-    w: &Weights<'_>,
-    (u, part): (&Use<'_>, &Part),
-    tokens: &Tokens<'_>,
-    partial: *mut f32,
-    next: *const u8,
-) {
-    let all = rows(w, u.expert, u.plan, part);
-    let slot = part.slot as usize;
-    let ranges = u.plan.ranges(part);
-    // Where a row has several, its first begins within a page that ends the row before: that page's begin comes first, so that the
-    // hardware's prefetcher goes on to the rest.
-    for i in 0..ranges.len() {
-        let range = |i: usize| &ranges[(i + 1) % ranges.len()];
-        let (k0, k) = (range(i).start as usize, (range(i).end - range(i).start) as usize);
-        let next = if i + 1 < ranges.len() { all.columns(range(i + 1).start as usize, 0).data } else { next };
-        let here = all.columns(k0, k).then(next);
-        if let Some(panels) = &tokens.panels {
-            debug_assert_eq!(panels.count(), u.panels);
-            // SAFETY: the part's C block in the buffer; views of the same columns.
-            unsafe {
-                let c = partial.add(u.lanes_at + slot * u.panels * PANEL);
-                engine.product(session, here, panels.columns(k0, k), c, i > 0);
-            }
-        }
-        if let Some(xs) = &tokens.rows {
-            debug_assert_eq!(xs.tokens, u.rows);
-            // SAFETY: the part's sums of the token rows in the buffer; views of the same columns.
-            unsafe {
-                let y = partial.add(u.rows_at + slot * u.rows);
-                if i == 0 {
-                    engine.vectors().dots(here, xs.columns(k0, k), y, here.n);
-                } else {
-                    add_dots(engine.vectors(), here, xs.columns(k0, k), y);
-                }
-            }
-        }
-    }
-}
-
-/// `y[token * rows.n + row] += …`: the dot form for a further range of columns.
-///
-/// # Safety
-/// As [`Vectors::dots`], with `ld` = `rows.n`, which is at most [`BLOCK_ROWS`].
-// SAFETY: contract above.
-unsafe fn add_dots(v: impl Vectors, rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32) {
-    let mut more = [0f32; MAX_TOKEN_ROWS * BLOCK_ROWS];
-    let len = xs.tokens * rows.n;
-    // SAFETY: `more` has room for all tokens and rows, `y` too by contract.
-    let y = unsafe {
-        v.dots(rows, xs, more.as_mut_ptr(), rows.n);
-        std::slice::from_raw_parts_mut(y, len)
-    };
-    y.iter_mut().zip(&more).for_each(|(y, m)| *y += m);
 }
 
 /// `c[(p * n + i) * 16 + lane]` = row `first + i`'s sum over the nodes, for panel `p` of `panels`.
@@ -251,27 +189,23 @@ pub unsafe fn sum_lanes(
     (first, n): (usize, usize),
     c: *mut f32,
 ) {
-    // Other cores have written much of it: all lines are asked for before the first is waited for.
-    u.each_row((first, n), |_, at| {
-        for p in panels.clone() {
-            for part in at.parts {
-                // SAFETY: SSE is part of x86-64, and a prefetch only hints.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(partial.wrapping_add(u.lanes_of(part, p, &at)).cast()) };
+    let holders = &u.plan.holders()[first..first + n];
+    for p in panels.clone() {
+        // SAFETY: a node's sums of the n rows with panel p.
+        let of = |place: u32| unsafe { partial.add(u.lanes_of(place as usize, p, first)).cast::<[f32; PANEL]>() };
+        for (i, &holders) in holders.iter().enumerate() {
+            let mut left = holders & (holders - 1);
+            // SAFETY: of nodes that have a part of the row; the caller's C block.
+            unsafe {
+                let mut sum = *of(holders.trailing_zeros()).add(i);
+                while left != 0 {
+                    sum.iter_mut().zip(&*of(left.trailing_zeros()).add(i)).for_each(|(s, x)| *s += x);
+                    left &= left - 1;
+                }
+                c.add(((p - panels.start) * n + i) * PANEL).cast::<[f32; PANEL]>().write(sum);
             }
         }
-    });
-    u.each_row((first, n), |i, at| {
-        for p in panels.clone() {
-            // SAFETY: the row's 16 lanes of panel p in the part's C block.
-            let of = |part: &Part| unsafe { &*partial.add(u.lanes_of(part, p, &at)).cast::<[f32; PANEL]>() };
-            let mut sum = *of(&at.parts[0]);
-            for part in &at.parts[1..] {
-                sum.iter_mut().zip(of(part)).for_each(|(s, x)| *s += x);
-            }
-            // SAFETY: the caller's C block.
-            unsafe { c.add(((p - panels.start) * n + i) * PANEL).cast::<[f32; PANEL]>().write(sum) };
-        }
-    });
+    }
 }
 
 /// `c[token * ld + i]` = row `first + i`'s sum over the nodes, for the use's token rows.
@@ -280,15 +214,17 @@ pub unsafe fn sum_lanes(
 /// As [`sum_lanes`]; `c` is writable for `rows` tokens of `n` f32, `ld` f32 apart.
 // SAFETY: contract above.
 pub unsafe fn sum_rows(u: &Use<'_>, partial: *const f32, (first, n): (usize, usize), c: *mut f32, ld: usize) {
-    u.each_row((first, n), |i, InBlock { parts, rows, j }| {
-        for t in 0..u.rows {
-            // SAFETY: token t, row j of the part's sums; the caller's C block.
-            unsafe {
-                let of = |part: &Part| *partial.add(u.rows_at + part.slot as usize * u.rows + t * rows + j);
-                *c.add(t * ld + i) = parts[1..].iter().fold(of(&parts[0]), |sum, part| sum + of(part));
+    for t in 0..u.rows {
+        // SAFETY: n rows' sums of token t; the caller's C block, which is not among them.
+        unsafe {
+            let of = |place: usize| std::slice::from_raw_parts(partial.add(u.row_of(place, t, first)), n);
+            c.add(t * ld).copy_from_nonoverlapping(of(0).as_ptr(), n);
+            let c = std::slice::from_raw_parts_mut(c.add(t * ld), n);
+            for more in 1..u.plan.shares().len() {
+                c.iter_mut().zip(of(more)).for_each(|(c, more)| *c += more);
             }
         }
-    });
+    }
 }
 
 #[cfg(test)]

@@ -45,7 +45,8 @@ impl FromStr for Sim {
 #[derive(Debug)]
 pub struct TensorPlan {
     plans: Vec<Arc<Plan>>,
-    slots: usize,
+    sets: usize,
+    nodes: usize,
 }
 
 impl TensorPlan {
@@ -74,8 +75,9 @@ impl TensorPlan {
             }
         };
         let plans: Vec<_> = (0..w.experts).map(plan).collect();
-        let slots = plans.iter().map(|p| p.slots()).max().unwrap_or(0);
-        Self { plans, slots }
+        let sets = plans.iter().map(|p| p.sets()).max().unwrap_or(0);
+        let nodes = plans.iter().map(|p| p.shares().len()).max().unwrap_or(0);
+        Self { plans, sets, nodes }
     }
 
     /// The plan of an expert.
@@ -83,9 +85,14 @@ impl TensorPlan {
         &self.plans[expert]
     }
 
-    /// The most rows of partial sums of any expert.
-    pub fn slots(&self) -> usize {
-        self.slots
+    /// The most sets of panels' partial sums of any expert (see [`Plan::sets`]), each of all rows.
+    pub fn sets(&self) -> usize {
+        self.sets
+    }
+
+    /// The most nodes of any expert.
+    pub fn nodes(&self) -> usize {
+        self.nodes
     }
 
     /// Bytes of weights, and those that are not on the node of their part.

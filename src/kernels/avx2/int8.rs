@@ -161,7 +161,7 @@ unsafe fn multiply<const R: usize, const PREPARE: bool>(
 // Three tokens and four rows: 12 sums.
 dots_by_passes!("avx2,fma,f16c", 3, [1 2 3], 1, [1]);
 
-/// A group of `R` rows (8, 4 or 1) times `T` token rows.
+/// A group of `R` rows (8, 6, 4 or 1) times `T` token rows.
 #[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: as `dots`.

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::isa::{Avx2, Avx512};
+use crate::kernels::Vectors;
 use crate::kernels::amx::AmxEngine;
 use crate::kernels::reference::{self, Reference, magnitudes, matvec, nmse_against, pack_panel};
 use crate::numa::placement::Placement;
@@ -95,17 +96,17 @@ impl Case {
         let ids: Vec<NodeId> = machine.nodes().iter().map(|node| node.id).collect();
         let seats = Seats::new(places.len());
         let panels = self.lanes().div_ceil(PANEL);
-        let lanes = w.experts * plan.slots() * panels * PANEL;
+        let [lanes, rows] = [plan.sets() * w.n * panels * PANEL, plan.nodes() * w.n * self.rows];
         let of = |i: usize| Use {
             plan: plan.expert(i),
             expert: i,
             panels,
             rows: self.rows,
-            lanes_at: i * plan.slots() * panels * PANEL,
-            rows_at: lanes + i * plan.slots() * self.rows,
+            lanes_at: i * lanes,
+            rows_at: w.experts * lanes + i * rows,
         };
         let uses = Uses { count: w.experts, of };
-        let partial = Aligned::new((lanes + w.experts * plan.slots() * self.rows) * 4);
+        let partial = Aligned::new(w.experts * (lanes + rows) * 4);
         let packed = self.packed_rows(engine.vectors());
         let tokens = |_| self.tokens(engine.vectors(), &packed);
         team::run(places.len(), |worker| {
@@ -113,8 +114,10 @@ impl Case {
             worker.barrier();
             let duty = Duty::new(&uses.bytes(&ids), &seats, &near, (worker.ith(), worker.nth()));
             let node = ids[places[worker.ith()]];
+            let c = Aligned::new(ROOM * 4);
+            let to = Sums { partial: partial.ptr().cast(), c: c.ptr().cast() };
             // SAFETY: the buffer has room for all uses; all workers have the same seats.
-            unsafe { products(engine, &w, &uses, (&ids, node, &duty), tokens, partial.ptr().cast()) };
+            unsafe { products(engine, &w, &uses, (&ids, node, &duty), tokens, to) };
         });
         uses.iter().map(|u| self.sums(&u, partial.ptr().cast())).collect()
     }
