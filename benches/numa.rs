@@ -31,6 +31,8 @@ const PAGE: usize = 4096;
 const STREAMS: usize = 8;
 /// Tokens of each expert in use.
 const TOKENS: [usize; 9] = [1, 2, 4, 5, 8, 16, 32, 64, 128];
+/// Bytes in a row on one node, and how a case says so: single pages, large folios of the page cache, huge pages.
+const RUNS: [(usize, &str); 3] = [(PAGE, ""), (64 << 10, "/run64k"), (2 << 20, "/run2m")];
 
 /// Memory filled with what are sane values in both types of weights.
 struct Memory(Vec<Line>);
@@ -76,7 +78,10 @@ fn main() {
     }
     let patterns: Vec<String> = args.iter().filter(|a| !a.starts_with("--")).map(|a| a.to_lowercase()).collect();
     // `cargo bench -- peers` runs this program too.
-    let wanted = |path: &str| patterns.is_empty() || patterns.iter().any(|p| path.contains(p));
+    let wanted = |path: &str| {
+        let whole = |p: &String| p.strip_suffix('$').is_some_and(|p| path.ends_with(p));
+        patterns.is_empty() || patterns.iter().any(|p| path.contains(p) || whole(p))
+    };
     let threads = std::env::var("BENCH_THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(NODES);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).start_handler(keep).build().expect("a thread pool");
     // Gate and down of Qwen3-30B-A3B and of Qwen3-235B-A22B, more experts than fit in any cache.
@@ -90,10 +95,12 @@ fn main() {
             let cases: Vec<_> = Isa::all()
                 .into_iter()
                 .flat_map(|isa| USED.map(|used| (isa, used)))
-                .flat_map(|(isa, used)| TOKENS.map(|tokens| (isa, used, tokens)))
-                .map(|(isa, used, tokens)| {
+                .flat_map(|(isa, used)| TOKENS.map(|tokens| (isa, [used, tokens])))
+                .flat_map(|(isa, shape)| RUNS.map(|(run, part)| (isa, shape, run, part)))
+                .map(|(isa, [used, tokens], run, part)| {
                     let engine = isa.name();
-                    (isa, used, tokens, format!("numa/{engine}/{name}/{dtype:?}/{used}x{tokens}").to_lowercase())
+                    let path = format!("numa/{engine}/{name}/{dtype:?}/{used}x{tokens}{part}").to_lowercase();
+                    (isa, [used, tokens], run, path)
                 })
                 .filter(|(.., path)| wanted(path))
                 .collect();
@@ -104,10 +111,10 @@ fn main() {
             // As a GGUF's tensor lies: aligned to 32 bytes and not more, and no row begins with a page.
             let at = memory.bytes().as_ptr().addr().wrapping_neg() % PAGE + 37 * 32;
             let w = Weights::contiguous(dtype, &memory.bytes()[at..], [k, n, experts]);
-            for (isa, used, tokens, path) in cases {
-                let [plain, segments, one_node, reads, floor] = measure(isa, &pool, w, [used, tokens]);
+            for (isa, shape, run, path) in cases {
+                let [plain, segments, one_node, reads, floor] = measure(isa, &pool, w, shape, run);
                 println!(
-                    "{path:32} plain {plain:7.3} ms; segments x {segments:.3}, one node x {one_node:.3}; reads {reads:7.3} ms, floor x {floor:.3}"
+                    "{path:36} plain {plain:7.3} ms; segments x {segments:.3}, one node x {one_node:.3}; reads {reads:7.3} ms, floor x {floor:.3}"
                 );
             }
         }
@@ -137,7 +144,7 @@ impl Fresh {
 }
 
 /// Of the head of this file: milliseconds of the plain path, two ratios, milliseconds of reads, the floor.
-fn measure(isa: Isa, pool: &rayon::ThreadPool, w: Weights<'_>, [used, tokens]: [usize; 2]) -> [f64; 5] {
+fn measure(isa: Isa, pool: &rayon::ThreadPool, w: Weights<'_>, [used, tokens]: [usize; 2], run: usize) -> [f64; 5] {
     let x = vec![0.5f32; w.k * tokens];
     let ne = [w.k, 1, tokens, 1];
     // SAFETY: as long as the shape says.
@@ -147,8 +154,8 @@ fn measure(isa: Isa, pool: &rayon::ThreadPool, w: Weights<'_>, [used, tokens]: [
     // SAFETY: as above.
     let to = unsafe { ViewMut::from_raw(dst.as_mut_ptr().cast(), ne, f32_nb(ne)) };
 
-    // Pages in turn, and all on the first node.
-    let machines = [PAGE, 1 << 46].map(|run| Numa::new(Mode::Auto, Some(Sim { nodes: NODES, run })).expect("nodes"));
+    // Runs in turn, and all on the first node.
+    let machines = [run, 1 << 46].map(|run| Numa::new(Mode::Auto, Some(Sim { nodes: NODES, run })).expect("nodes"));
     let (seats, tally) = (Seats::new(pool.current_num_threads()), Tally::new());
     let op = |numa: Option<usize>, ids| {
         let op = MulMatId::new(w, view, ids, to);
