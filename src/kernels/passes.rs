@@ -135,8 +135,10 @@ impl Sweep {
         };
         let (at, apart) = (first.wrapping_add(near_by.min(bytes)), group.apart * rows.stride);
         let (near, left) = (rows.reading == Reading::Streams, bytes.saturating_sub(near_by) / step);
-        // Exactly to where that begins: a line before it may lie on another node.
-        let jump = next.addr().wrapping_sub(at.addr() + left * step);
+        // Behind gaps exactly to where that begins: a line before it may lie on another node. Without, what the last step leaves of a row is
+        // the next row's first.
+        let end = if rows.contiguous() { first.addr() + bytes } else { at.addr() + left * step };
+        let jump = next.addr().wrapping_sub(end);
         let mut sweep = Self { at, apart, step, lines: group.n, near, left, jump };
         if sweep.left == 0 {
             sweep.jump();
@@ -258,7 +260,7 @@ macro_rules! dots_by_passes {
         pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
             let passes = xs.tokens.div_ceil($most);
             let side_by_side = $crate::kernels::passes::side_by_side(&rows, xs.tokens <= $few);
-            for group in $crate::kernels::passes::dot_groups(&rows, side_by_side) {
+            $crate::kernels::passes::dot_groups(&rows, side_by_side).for_each(|group| {
                 let mut t = 0;
                 for pass in 0..passes {
                     let tokens = $crate::kernels::passes::even_group(xs.tokens - t, $most);
@@ -278,7 +280,7 @@ macro_rules! dots_by_passes {
                     }
                     t += tokens;
                 }
-            }
+            });
         }
     };
 }

@@ -11,6 +11,8 @@ use crate::tensor::Weights;
 const MAX_ROWS: usize = 96;
 /// The same where it is read in streams, which are the longer the more rows there are.
 const STREAMED_ROWS: usize = 1024;
+/// Most of them that only token rows meet, on the vectors: 4 to 8 % faster than up to 1 MiB with Q8_0, no difference with BF16 (Xeon 6).
+const DOT_ROWS: usize = 192;
 /// The most of all, [`Engine::MANY_TOKENS_ROWS`] included.
 pub const MOST_ROWS: usize = STREAMED_ROWS;
 /// Up to so many tokens an expert on average, a block goes by once, and need not stay in L2.
@@ -41,7 +43,9 @@ impl Most {
         match routing.pairs.len().div_ceil(routing.active.len().max(1)) {
             MANY_TOKENS.. => Self { rows: MAX_ROWS.max(E::MANY_TOKENS_ROWS), bytes: BLOCK_BYTES },
             tokens if tokens <= FEW_TOKENS && Reading::best() == Reading::Streams => {
-                let rows = (STREAMED_SUMS / tokens.next_multiple_of(PANEL).max(1)).min(STREAMED_ROWS);
+                let lanes = routing.active.iter().any(|a| a.lanes() > 0);
+                let most = if lanes { STREAMED_ROWS } else { DOT_ROWS };
+                let rows = (STREAMED_SUMS / tokens.next_multiple_of(PANEL).max(1)).min(most);
                 Self { rows, bytes: STREAMED_BYTES }
             }
             _ => Self { rows: MAX_ROWS, bytes: BLOCK_BYTES },
