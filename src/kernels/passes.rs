@@ -260,7 +260,7 @@ macro_rules! dots_by_passes {
         pub unsafe fn dots(rows: Rows<'_>, xs: TokenRows<'_>, y: *mut f32, ld: usize) {
             let passes = xs.tokens.div_ceil($most);
             let side_by_side = $crate::kernels::passes::side_by_side(&rows, xs.tokens <= $few);
-            $crate::kernels::passes::dot_groups(&rows, side_by_side).for_each(|group| {
+            for group in $crate::kernels::passes::dot_groups(&rows, side_by_side) {
                 let mut t = 0;
                 for pass in 0..passes {
                     let tokens = $crate::kernels::passes::even_group(xs.tokens - t, $most);
@@ -280,7 +280,7 @@ macro_rules! dots_by_passes {
                     }
                     t += tokens;
                 }
-            });
+            }
         }
     };
 }

@@ -1,5 +1,6 @@
 //! The product of a block of weight rows with some tokens of one expert, and what becomes of it.
 
+use super::awaited::Awaited;
 use super::blocks::MOST_ROWS;
 use super::gather::Packed;
 use super::routing::Active;
@@ -50,6 +51,9 @@ impl Chunk {
         }
     }
 }
+
+/// Rows whose sums are made something of between prefetches: a multiple of what the vectors do at a time.
+const AT_ONCE: usize = 16;
 
 /// f32 that are room for any C block: 256 KiB, for the L2 cache.
 pub const ROOM: usize = 64 << 10;
@@ -145,6 +149,7 @@ impl CBlock {
         finish: Finish,
         weight: impl Fn(usize) -> f32,
         row: impl Fn(usize) -> *mut f32,
+        awaited: &mut Awaited,
     ) {
         match self.chunk {
             Chunk::Lanes { panels, tokens, .. } => {
@@ -154,8 +159,17 @@ impl CBlock {
                     for t in 0..count {
                         (rows[t], weights[t]) = (row(p * PANEL + t), weight(p * PANEL + t));
                     }
-                    // SAFETY: panel p of the block; the caller's rows.
-                    unsafe { v.finish_lanes(finish, self.c.add(p * self.n * PANEL), self.n, &rows[..count], &weights) };
+                    for first in (0..self.n).step_by(AT_ONCE) {
+                        let n = AT_ONCE.min(self.n - first);
+                        let part = rows.map(|row| row.wrapping_add(first));
+                        let bias = if finish.bias.is_null() { finish.bias } else { finish.bias.wrapping_add(first) };
+                        awaited.lines(n);
+                        // SAFETY: rows of panel p of the block; the caller's rows.
+                        unsafe {
+                            let c = self.c.add((p * self.n + first) * PANEL);
+                            v.finish_lanes(Finish { bias, ..finish }, c, n, &part[..count], &weights);
+                        }
+                    }
                 }
             }
             Chunk::Rows { tokens, .. } => {
@@ -172,14 +186,18 @@ impl CBlock {
     /// # Safety
     /// Both blocks are initialised and of the same rows and tokens; the biases are readable.
     // SAFETY: contract above.
-    pub unsafe fn glu(&self, v: impl Vectors, kind: Glu, up: &Self, bias: [*const f32; 2]) {
+    pub unsafe fn glu(&self, v: impl Vectors, kind: Glu, up: &Self, bias: [*const f32; 2], awaited: &mut Awaited) {
         let n = self.n;
         match self.chunk {
             Chunk::Lanes { panels, .. } => {
                 for p in 0..panels {
-                    let at = p * n * PANEL;
-                    // SAFETY: panel p of the blocks.
-                    unsafe { v.glu_lanes(kind, self.c.add(at), up.c.add(at), n, bias) };
+                    for first in (0..n).step_by(AT_ONCE) {
+                        let (at, some) = ((p * n + first) * PANEL, AT_ONCE.min(n - first));
+                        let bias = bias.map(|b| if b.is_null() { b } else { b.wrapping_add(first) });
+                        awaited.lines(some);
+                        // SAFETY: rows of panel p of the blocks.
+                        unsafe { v.glu_lanes(kind, self.c.add(at), up.c.add(at), some, bias) };
+                    }
                 }
             }
             Chunk::Rows { tokens, .. } => {

@@ -1,5 +1,6 @@
 //! Single products: `MUL_MAT_ID` and `MUL_MAT`.
 
+use super::awaited::Awaited;
 use super::blocks::{Blocks, each, pieces};
 use super::cblock::{Chunk, Multiplier, ROOM};
 use super::gather::{Packed, gather};
@@ -240,7 +241,7 @@ where
                             Some(segments) => segments.block(active, (first, n), chunk, areas.c),
                             None => multiplier.product(rows, &areas.packed, active, (chunk, then), areas.c),
                         };
-                        c.finish(engine.vectors(), finish, |_| 1.0, to);
+                        c.finish(engine.vectors(), finish, |_| 1.0, to, &mut Awaited::behind(&rows));
                     }
                 }
             }

@@ -1,5 +1,6 @@
 //! The expert FFN: routing and the products as pipelines over a team of threads. Knows nothing of ggml.
 
+mod awaited;
 mod blocks;
 mod cblock;
 mod cost;
