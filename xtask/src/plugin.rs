@@ -76,7 +76,8 @@ impl Plugin {
     }
 }
 
-/// Takes out what the user's shell may hold, so that every run is the same.
+/// Takes out what the user's shell may hold, so that every run is the same. A run that aborts, as stock does on some models, prints no
+/// backtrace: ggml forks for that, and once both it and its children waited for ever.
 fn clean(mut command: Command) -> Command {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -84,5 +85,6 @@ fn clean(mut command: Command) -> Command {
             command.env_remove(&name);
         }
     }
+    command.env("GGML_NO_BACKTRACE", "1");
     command
 }
