@@ -160,6 +160,7 @@ peak!(
     "vfmadd231ps zmm2\\i, zmm15, zmm15",
     ".endr",
 );
+
 /// Products of tiles into four sums.
 fn tiles_bf16(tiles: &Tiles<'_>) {
     for _ in 0..LOOPS {

@@ -179,6 +179,25 @@ impl Tiling {
     }
 }
 
+/// A product's columns in even parts of at most about `most` k, each but the last of whole `unit`s: its rows and panels, with what is read
+/// after them, and whether it adds to a part before it. Without columns, one part without.
+fn parts_of_k<'a>(
+    rows: Rows<'a>,
+    panels: Panels<'a>,
+    most: usize,
+    unit: usize,
+) -> impl Iterator<Item = (Rows<'a>, Panels<'a>, bool)> {
+    let parts = rows.k.div_ceil(most).max(1);
+    let size = rows.k.div_ceil(parts).next_multiple_of(unit).max(1);
+    (0..rows.k.max(1)).step_by(size).map(move |k0| {
+        let k = size.min(rows.k - k0);
+        let last = k0 + k == rows.k;
+        let next = if last { rows.next } else { rows.columns(k0 + k, 0).data };
+        let panels = if last { panels } else { panels.then(std::ptr::null(), 0) };
+        (rows.columns(k0, k).then(next), panels.columns(k0, k), k0 > 0)
+    })
+}
+
 /// C of a tile of which not all rows are wanted.
 #[repr(align(64))]
 struct Aside([[f32; TILE]; TILE]);

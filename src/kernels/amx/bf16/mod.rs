@@ -25,7 +25,7 @@ use std::ops::Range;
 
 use super::seam::{Seam, SeamTile};
 use super::tile::{Config, Session, Tiles};
-use super::{C_ROW, TILE, Tiling};
+use super::{C_ROW, TILE, Tiling, parts_of_k};
 use crate::isa::{Amx, Reading};
 use crate::pack::{PANEL, Panels};
 use crate::tensor::Rows;
@@ -63,16 +63,9 @@ struct Product<'a> {
 // SAFETY: contract above.
 pub unsafe fn product(amx: Amx, session: &mut Session, rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     let most = if panels.count() > stream::PANELS { BACK_K } else { MOST_K / panels.count() };
-    let parts = rows.k.div_ceil(most).max(1);
-    // Even ones, each but the last of whole steps that begin as the rows do.
-    let size = rows.k.div_ceil(parts).next_multiple_of(STEP).max(1);
-    for k0 in (0..rows.k.max(1)).step_by(size) {
-        let k = size.min(rows.k - k0);
-        let last = k0 + k == rows.k;
-        let next = if last { rows.next } else { rows.columns(k0 + k, 0).data };
-        let panels = if last { panels } else { panels.then(std::ptr::null(), 0) };
+    for (rows, panels, more) in parts_of_k(rows, panels, most, STEP) {
         // SAFETY: the caller's contract, for some columns of all rows and panels.
-        unsafe { columns(amx, session, rows.columns(k0, k).then(next), panels.columns(k0, k), c, add || k0 > 0) };
+        unsafe { columns(amx, session, rows, panels, c, add || more) };
     }
 }
 

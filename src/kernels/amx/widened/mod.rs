@@ -13,7 +13,7 @@ mod convert;
 
 use self::convert::{Conversion, Scales};
 use super::tile::{Config, Tiles};
-use super::{AmxSession, C_ROW, TILE, Tiling, bf16, each, long_runs, store_fresh};
+use super::{AmxSession, C_ROW, TILE, Tiling, bf16, each, long_runs, parts_of_k, store_fresh};
 use crate::isa::{Amx, Reading};
 use crate::pack::{PANEL, Panels};
 use crate::tensor::{DType, QK8_0, Rows, Weights};
@@ -85,16 +85,9 @@ unsafe fn in_parts(
     c: *mut f32,
     (add, fresh): (bool, bool),
 ) {
-    let parts = rows.k.div_ceil(MOST_K / panels.count());
-    let size = rows.k.div_ceil(parts).next_multiple_of(QK8_0);
-    for k0 in (0..rows.k).step_by(size) {
-        let k = size.min(rows.k - k0);
-        let next = if k0 + k < rows.k { rows.columns(k0 + k, 0).data } else { rows.next };
+    for (rows, panels, more) in parts_of_k(rows, panels, MOST_K / panels.count(), QK8_0) {
         // SAFETY: the caller's contract, for some columns of all rows and panels.
-        unsafe {
-            let (rows, panels) = (rows.columns(k0, k).then(next), panels.columns(k0, k));
-            few(amx, session, rows, panels, c, (add || k0 > 0, fresh));
-        }
+        unsafe { few(amx, session, rows, panels, c, (add || more, fresh)) };
     }
 }
 
@@ -146,18 +139,15 @@ unsafe fn converted_first(
     c: *mut f32,
     add: bool,
 ) {
-    let parts = rows.k.div_ceil(columns_in_room(rows.n));
-    let size = rows.k.div_ceil(parts).next_multiple_of(QK8_0);
-    for k0 in (0..rows.k).step_by(size) {
-        let k = size.min(rows.k - k0);
-        let stride = k * 2 + APART;
+    for (rows, panels, more) in parts_of_k(rows, panels, columns_in_room(rows.n), QK8_0) {
+        let stride = rows.k * 2 + APART;
         // SAFETY: the caller's contract, for some columns of all rows and panels; the room has a line for each block, and the rows' BF16
         // in it last until the next part's.
         unsafe {
-            convert_all(amx, rows.columns(k0, k), (session.room, stride));
-            let wide = Weights::from_raw(DType::Bf16, session.room, [k, rows.n, 1], [stride, stride * rows.n]);
+            convert_all(amx, rows, (session.room, stride));
+            let wide = Weights::from_raw(DType::Bf16, session.room, [rows.k, rows.n, 1], [stride, stride * rows.n]);
             let wide = wide.rows(0, 0, rows.n).by(Reading::Stretch);
-            bf16::product(amx, &mut session.tiles, wide, panels.columns(k0, k), c, add || k0 > 0);
+            bf16::product(amx, &mut session.tiles, wide, panels, c, add || more);
         }
     }
 }
