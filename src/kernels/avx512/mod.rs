@@ -17,7 +17,7 @@ pub(super) mod transpose;
 mod vectors;
 
 use super::Engine;
-use crate::isa::{Avx512, Bf16Form};
+use crate::isa::{Avx512, Bf16Form, Int8Form};
 use crate::pack::{PANEL, Panels};
 use crate::tensor::{DType, Rows};
 
@@ -55,7 +55,12 @@ impl Engine for Avx512 {
                 }
             },
             // SAFETY: as above.
-            DType::Q8_0 => unsafe { int8::panels(rows, panels, c, add) },
+            DType::Q8_0 => unsafe {
+                match Int8Form::best() {
+                    Int8Form::ReadyFirst => int8::ready_first(rows, panels, c, add),
+                    Int8Form::InPlace => int8::in_place(rows, panels, c, add),
+                }
+            },
             other => unreachable!("no panel product for {other:?}"),
         }
     }

@@ -21,10 +21,12 @@ fn isa() -> Option<Avx512> {
 type Product = unsafe fn(Rows<'_>, Panels<'_>, *mut f32, bool);
 type Dots = unsafe fn(Rows<'_>, TokenRows<'_>, *mut f32, usize);
 
-/// The panel and dot forms for a type, both ways for BF16, whichever is the faster one here.
+/// The panel and dot forms for a type, all ways, whichever is the faster one here.
 fn forms(dtype: DType) -> Vec<(Bf16Form, Product, Dots)> {
     match dtype {
-        DType::Q8_0 => vec![(Bf16Form::best(), int8::panels as Product, int8::dots as Dots)],
+        DType::Q8_0 => {
+            [int8::ready_first as Product, int8::in_place].map(|f| (Bf16Form::best(), f, int8::dots as Dots)).to_vec()
+        }
         _ => vec![
             (Bf16Form::Pairs, bf16_pairs::panels, bf16_pairs::dots),
             (Bf16Form::Fma, bf16_fma::panels, bf16_fma::dots),
@@ -186,5 +188,14 @@ fn a_product_in_two_parts_is_the_whole() {
                 assert_eq!(whole.f32(), parts.f32());
             }
         }
+    }
+}
+
+/// More panels than meet the rows at a time, since they are many or long.
+#[test]
+fn many_panels_are_the_oracles() {
+    for (shape, dtype) in [[64, 30, 300], [4096, 7, 70]].into_iter().flat_map(|s| [(s, DType::Bf16), (s, DType::Q8_0)])
+    {
+        check(dtype, shape, 0, 9).expect("the oracle's");
     }
 }

@@ -19,7 +19,7 @@ vectors_by_modules!(Avx512 {
             DType::Bf16 => unsafe {
                 match Bf16Form::best() {
                     Bf16Form::Fma => bf16_fma::dots(rows, xs, y, ld),
-                    Bf16Form::Pairs => bf16_pairs::dots(rows, xs, y, ld),
+                    Bf16Form::Pairs => bf16_pairs::dots(bf16_pairs::in_order(rows, xs.tokens), xs, y, ld),
                 }
             },
             // SAFETY: as above.

@@ -5,20 +5,22 @@
 
 mod blocked;
 mod dots;
+mod in_place;
 mod stream;
 
 pub use dots::dots;
+pub use in_place::in_place;
 
 use crate::pack::{PANEL, Panels};
 use crate::tensor::Rows;
 
-/// The panel form (see [`super::super::Engine::product`]).
+/// The panel form (see [`super::super::Engine::product`]) with weights that are made ready first, in L1: once for all panels where there are many.
 ///
 /// # Safety
 /// As `Engine::product`, on a CPU with the features.
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
-pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+pub unsafe fn ready_first(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     if panels.count() > 2 {
         // SAFETY: the caller's promise.
         return unsafe { blocked::blocked(rows, panels, c, add) };
