@@ -3,10 +3,10 @@
 mod dots;
 mod panels;
 
-pub use dots::{DotPass, side_by_side};
 pub(super) use dots::dots_by_passes;
-pub use panels::{PanelPass, some_in_l2};
+pub use dots::{DotPass, side_by_side};
 pub(super) use panels::panels_by_passes;
+pub use panels::{PanelPass, some_in_l2};
 
 use std::arch::x86_64::*;
 
@@ -95,12 +95,6 @@ impl Ahead {
     pub fn from(self, at: *const u8) -> *const u8 {
         let ahead = at.wrapping_add(AHEAD);
         if ahead < self.end { ahead } else { self.next.wrapping_add(ahead.addr() - self.end.addr()) }
-    }
-
-    /// What is read after the `bytes` bytes at `at`: where to prefetch while they are in hand more than once.
-    pub fn block_after(self, at: *const u8, bytes: usize) -> *const u8 {
-        let after = at.wrapping_add(bytes);
-        if after < self.end { after } else { self.next }
     }
 }
 

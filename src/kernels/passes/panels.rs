@@ -1,5 +1,7 @@
 //! The passes of the panel form: a group of rows, times some panels.
 
+use std::ops::RangeInclusive;
+
 use super::Group;
 use crate::pack::{PANEL, Panels, panel_bytes};
 use crate::tensor::Rows;
@@ -8,10 +10,10 @@ use crate::tensor::Rows;
 /// both there are.
 const IN_L2: usize = 384 << 10;
 
-/// The panels in turn, as many at a time as stay in L2, but at least `least`: the first one's number, and they.
-pub fn some_in_l2<'a>(panels: Panels<'a>, least: usize) -> impl Iterator<Item = (usize, Panels<'a>)> {
+/// The panels in turn, as many at a time as stay in L2, but in `sizes`: the first one's number, and they.
+pub fn some_in_l2<'a>(panels: Panels<'a>, sizes: RangeInclusive<usize>) -> impl Iterator<Item = (usize, Panels<'a>)> {
     let count = panels.count();
-    let most = (IN_L2 / panel_bytes(panels.dtype, panels.k).max(1)).max(least);
+    let most = (IN_L2 / panel_bytes(panels.dtype, panels.k).max(1)).clamp(*sizes.start(), *sizes.end());
     let size = count.div_ceil(count.div_ceil(most));
     (0..count).step_by(size).map(move |p| (p, panels.some(p, size.min(count - p))))
 }
@@ -70,7 +72,7 @@ macro_rules! panels_by_passes {
             add: bool,
         ) {
             let side_by_side = if panels.count() == 1 { $one } else { $many };
-            for (first, panels) in $crate::kernels::passes::some_in_l2(panels, $most) {
+            for (first, panels) in $crate::kernels::passes::some_in_l2(panels, $most..=usize::MAX) {
                 // SAFETY: the C block of panel `first`.
                 let c = unsafe { c.add(first * rows.n * $crate::pack::PANEL) };
                 for group in $crate::kernels::passes::groups(&rows, [side_by_side, 4, 1]) {
