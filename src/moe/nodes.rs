@@ -88,7 +88,7 @@ impl<'a> Segments<'a> {
 
     /// These, if the experts in use have few tokens each.
     pub fn pay(self, routing: &Routing<'_>) -> Option<Self> {
-        (routing.pairs.len() <= MAX_TOKENS * routing.active.len()).then_some(self)
+        (routing.pairs.len() <= self.plan.most_tokens() * routing.active.len()).then_some(self)
     }
 
     /// Says where this worker is, after pinning it if the user wants that: until the returned value is dropped. Behind the
