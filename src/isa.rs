@@ -6,7 +6,9 @@
 use std::fmt;
 use std::sync::OnceLock;
 
-/// Proof that AVX-512 F, BW, DQ, VL, VNNI and BF16 run here (Cooper Lake, Sapphire Rapids and later; Zen 4 and later).
+/// Proof that AVX-512 F, BW, DQ, VL and VNNI run here (Xeons from Cascade Lake on, Ice Lake and later; Zen 4 and later).
+///
+/// BF16 needs no instructions of its own: see [`Bf16Form`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Avx512(());
 
@@ -18,7 +20,6 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512vnni")
-            && is_x86_feature_detected!("avx512bf16")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c");
         all.then_some(Self(()))
@@ -68,7 +69,7 @@ impl fmt::Display for AmxRefused {
             Self::NotInCpu => write!(f, "this CPU has no AMX-BF16 and AMX-INT8"),
             Self::NotInXcr0 => write!(f, "the operating system or hypervisor does not enable AMX tile state"),
             Self::NoPermission(e) => write!(f, "the kernel refuses AMX permission (errno {e})"),
-            Self::NoAvx512 => write!(f, "AMX is there but AVX-512 BF16, VNNI and VBMI are not"),
+            Self::NoAvx512 => write!(f, "AMX is there but AVX-512 VNNI and VBMI are not"),
         }
     }
 }
@@ -214,10 +215,15 @@ impl Bf16Form {
         }
     }
 
+    /// Whether an AVX-512 CPU can do it.
+    pub fn runs(self) -> bool {
+        self == Self::Fma || is_x86_feature_detected!("avx512bf16")
+    }
+
     /// The faster one of an AVX-512 CPU, by its vendor.
     pub fn best() -> Self {
         static BEST: OnceLock<Bf16Form> = OnceLock::new();
-        *BEST.get_or_init(|| if by_intel() { Self::Fma } else { Self::Pairs })
+        *BEST.get_or_init(|| if by_intel() || !Self::Pairs.runs() { Self::Fma } else { Self::Pairs })
     }
 }
 
@@ -320,7 +326,7 @@ static Q8_TOKENS: OnceLock<Q8Tokens> = OnceLock::new();
 pub enum Isa {
     /// AMX tiles, with AVX-512 around them.
     Amx(Amx),
-    /// AVX-512 BF16 and VNNI.
+    /// AVX-512 with VNNI.
     Avx512(Avx512),
     /// AVX2 with FMA.
     Avx2(Avx2),

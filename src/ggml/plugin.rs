@@ -63,7 +63,7 @@ fn choose(choice: IsaChoice) -> Option<Isa> {
     match choice {
         IsaChoice::Avx2 => Avx2::detect().map(Isa::Avx2).or_else(|| refused("avx2", &"this CPU has no AVX2")),
         IsaChoice::Avx512 => {
-            let why = "this CPU has no AVX-512 BF16 and VNNI";
+            let why = "this CPU has no AVX-512 with VNNI";
             Avx512::detect().map(Isa::Avx512).or_else(|| refused("avx512", &why))
         }
         IsaChoice::Amx => Amx::detect().map_or_else(|why| refused("amx", &why), |amx| Some(Isa::Amx(amx))),

@@ -1,4 +1,4 @@
-//! Kernels of the AVX2 engine, for CPUs without AVX-512 BF16: BF16 products by f32 fused multiply-adds, INT8 products
+//! Kernels of the AVX2 engine, for CPUs without AVX-512 VNNI: BF16 products by f32 fused multiply-adds, INT8 products
 //! by `vpmaddwd`. The layouts are those of [`crate::pack`]: 16 lanes are two vectors. As in [`super::avx512`] there is
 //! a panel form with tokens in the lanes, and a dot form for a few tokens with k in the lanes.
 

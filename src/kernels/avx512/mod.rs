@@ -1,4 +1,4 @@
-//! Kernels of the AVX-512 engine: BF16 products by `vdpbf16ps`, INT8 products by `vpdpbusd`.
+//! Kernels of the AVX-512 engine: BF16 products by `vdpbf16ps` or f32 multiply-adds, INT8 products by `vpdpbusd`.
 //!
 //! Two forms. The *panel form* ([`Engine::product`]) has tokens in the lanes and broadcasts pairs (or fours) of weights: no
 //! horizontal sums, full use of the units where 16 tokens or more share an expert. The *dot form*
@@ -13,6 +13,7 @@ mod glu;
 mod int8;
 mod pack;
 mod store;
+mod to_bf16;
 pub(super) mod transpose;
 mod vectors;
 

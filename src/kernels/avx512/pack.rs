@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::to_bf16::{halves, native};
 use super::transpose::transpose16;
 use crate::isa::Bf16Form;
 use crate::pack::{PANEL, Q8_PANEL_BLOCK, Q8_ROW_BLOCK};
@@ -12,7 +13,9 @@ pub unsafe fn panel(dtype: DType, k: usize, tokens: &[*const f32], panel: *mut u
     debug_assert!(tokens.len() <= PANEL && panel.addr().is_multiple_of(64));
     match dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.
-        DType::Bf16 => unsafe { panel_bf16(k, tokens, panel) },
+        DType::Bf16 => unsafe {
+            if native() { panel_bf16::<true>(k, tokens, panel) } else { panel_bf16::<false>(k, tokens, panel) }
+        },
         // SAFETY: as above.
         DType::Q8_0 => unsafe { panel_int8(k, tokens, panel) },
         other => unreachable!("no panels for {other:?}"),
@@ -33,9 +36,9 @@ pub unsafe fn token_row(dtype: DType, k: usize, x: *const f32, first: usize, n: 
 
 /// Elements `[at, at + 32)` of `k` f32 as BF16; zeros past the end.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-// SAFETY: `x` is readable for `k` f32 and `at` is below `k`.
-unsafe fn bf16x32(x: *const f32, at: usize, k: usize) -> __m512i {
+#[target_feature(enable = "avx512f,avx512bw")]
+// SAFETY: `x` is readable for `k` f32 and `at` is below `k`; `native` if `NATIVE`.
+unsafe fn bf16x32<const NATIVE: bool>(x: *const f32, at: usize, k: usize) -> __m512i {
     let left = k - at;
     // SAFETY: whole loads where 32 elements are left, else masked ones.
     let (lo, hi) = unsafe {
@@ -47,18 +50,18 @@ unsafe fn bf16x32(x: *const f32, at: usize, k: usize) -> __m512i {
             (_mm512_maskz_loadu_ps(mask as u16, x), _mm512_maskz_loadu_ps((mask >> 16) as u16, x.wrapping_add(16)))
         }
     };
-    // SAFETY: both are 64 bytes of plain data.
-    unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(hi, lo)) }
+    // SAFETY: the caller's promise.
+    unsafe { halves::<NATIVE>(lo, hi) }
 }
 
-#[target_feature(enable = "avx512f,avx512bf16")]
-// SAFETY: as `panel`.
-unsafe fn panel_bf16(k: usize, tokens: &[*const f32], panel: *mut u8) {
+#[target_feature(enable = "avx512f,avx512bw")]
+// SAFETY: as `panel`; `native` if `NATIVE`.
+unsafe fn panel_bf16<const NATIVE: bool>(k: usize, tokens: &[*const f32], panel: *mut u8) {
     for at in (0..k).step_by(32) {
         let mut m = [_mm512_setzero_si512(); 16];
         for (m, &x) in m.iter_mut().zip(tokens) {
             // SAFETY: the caller's promise.
-            *m = unsafe { bf16x32(x, at, k) };
+            *m = unsafe { bf16x32::<NATIVE>(x, at, k) };
         }
         for (j, v) in transpose16(m).into_iter().enumerate() {
             // SAFETY: pair at / 2 + j lies below k rounded up to 32.
@@ -67,26 +70,19 @@ unsafe fn panel_bf16(k: usize, tokens: &[*const f32], panel: *mut u8) {
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bf16")]
 // SAFETY: as `token_row`.
 pub(super) unsafe fn row_bf16(form: Bf16Form, x: *const f32, first: usize, n: usize, row: *mut u8) {
-    for at in (0..n).step_by(32) {
-        // SAFETY: the row has room for k rounded up to 32.
-        unsafe { store_bf16x32(form, row, first + at, bf16x32(x, at, n)) };
-    }
+    // SAFETY: the caller's promise.
+    unsafe { if native() { row_by::<true>(form, x, first, n, row) } else { row_by::<false>(form, x, first, n, row) } }
 }
 
-/// Two vectors of 16 lanes, of k and of k + 1, as 16 pairs of BF16.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub(super) fn to_bf16_pairs(k0: __m512, k1: __m512) -> __m512i {
-    #[rustfmt::skip]
-    let interleave = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0,
-    );
-    // SAFETY: both are 64 bytes of plain data.
-    let halves: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(k1, k0)) };
-    _mm512_permutexvar_epi16(interleave, halves)
+#[target_feature(enable = "avx512f,avx512bw")]
+// SAFETY: as `token_row`; `native` if `NATIVE`.
+unsafe fn row_by<const NATIVE: bool>(form: Bf16Form, x: *const f32, first: usize, n: usize, row: *mut u8) {
+    for at in (0..n).step_by(32) {
+        // SAFETY: the row has room for k rounded up to 32.
+        unsafe { store_bf16x32(form, row, first + at, bf16x32::<NATIVE>(x, at, n)) };
+    }
 }
 
 /// Puts elements `[at, at + 32)` into a BF16 token row.

@@ -2,7 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::pack::{quantize_lanes, to_bf16_pairs};
+use super::pack::quantize_lanes;
+use super::to_bf16::{native, pairs};
 use super::transpose::transpose16;
 use crate::kernels::vectors::Finish;
 use crate::pack::{PANEL, Q8_PANEL_BLOCK};
@@ -62,22 +63,27 @@ pub unsafe fn lanes_to_panel(dtype: DType, h: *const f32, n: usize, panel: *mut 
     debug_assert!(first.is_multiple_of(32));
     match dtype {
         // SAFETY: the token proves the features; the rest is the caller's promise.
-        DType::Bf16 => unsafe { lanes_to_bf16(h, n, panel.add(first * 2 * PANEL)) },
+        DType::Bf16 => unsafe {
+            let panel = panel.add(first * 2 * PANEL);
+            if native() { lanes_to_bf16::<true>(h, n, panel) } else { lanes_to_bf16::<false>(h, n, panel) }
+        },
         // SAFETY: as above.
         DType::Q8_0 => unsafe { lanes_to_int8(h, n, panel.add(first / QK8_0 * Q8_PANEL_BLOCK)) },
         other => unreachable!("no panels for {other:?}"),
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-// SAFETY: as `lanes_to_panel`; `panel` is that of the first column.
-unsafe fn lanes_to_bf16(h: *const f32, n: usize, panel: *mut u8) {
+#[target_feature(enable = "avx512f,avx512bw")]
+// SAFETY: as `lanes_to_panel`; `panel` is that of the first column; `native` if `NATIVE`.
+unsafe fn lanes_to_bf16<const NATIVE: bool>(h: *const f32, n: usize, panel: *mut u8) {
     // SAFETY: vectors below n.
     let vector = |i: usize| unsafe { if i < n { _mm512_load_ps(h.add(i * PANEL)) } else { _mm512_setzero_ps() } };
     for pair in 0..n.next_multiple_of(32) / 2 {
-        let v = to_bf16_pairs(vector(2 * pair), vector(2 * pair + 1));
-        // SAFETY: below n rounded up to 32.
-        unsafe { _mm512_store_si512(panel.add(pair * 64).cast(), v) };
+        // SAFETY: the caller's promise; below n rounded up to 32.
+        unsafe {
+            let v = pairs::<NATIVE>(vector(2 * pair), vector(2 * pair + 1));
+            _mm512_store_si512(panel.add(pair * 64).cast(), v);
+        }
     }
 }
 

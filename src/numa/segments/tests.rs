@@ -208,7 +208,7 @@ fn check_all(
     if let Some(isa) = Avx512::detect() {
         case.check(isa, placement, nodes, places)?;
     } else {
-        println!("skipped: this CPU has no AVX-512 BF16 and VNNI");
+        println!("skipped: this CPU has no AVX-512 with VNNI");
     }
     if let Some(isa) = Avx2::detect() {
         case.check(isa, placement, nodes, places)?;

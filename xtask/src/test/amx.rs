@@ -46,7 +46,7 @@ const ATTENTION: &str = "(hsk=(64|72|128),.*nr23=\\[4,1\\],kv=512,nb=32,|hsk=65,
 /// Ends a step early where the vector half of the AMX kernels cannot run: that is not emulated.
 macro_rules! needs_avx512 {
     () => {
-        if let Some(skipped) = lacking(&["avx512_bf16", "avx512_vnni"], "AVX-512 BF16 and VNNI, which go with AMX") {
+        if let Some(skipped) = lacking(&["avx512vbmi", "avx512_vnni"], "AVX-512 VBMI and VNNI, which go with AMX") {
             return Ok(skipped);
         }
     };
