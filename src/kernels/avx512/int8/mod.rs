@@ -4,10 +4,9 @@
 //! token's quants)`, which the packed tokens hold, so the integer sums are exact for all weights from -128 to 127.
 
 mod dots;
-mod in_place;
+mod panels;
 mod ready_first;
-mod stream;
 
 pub use dots::dots;
-pub use in_place::in_place;
+pub use panels::in_place;
 pub use ready_first::ready_first;

@@ -1,4 +1,4 @@
-//! Weights made ready for all panels, a few rows and columns at a time: what the arithmetic reads is in the L1 cache.
+//! Many panels: weights made ready once for all, a few rows and columns at a time, so that what the arithmetic reads is in the L1 cache.
 
 #![expect(clippy::needless_range_loop, reason = "register blocks are indexed by row, panel and token")]
 
@@ -7,7 +7,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use super::stream::streamed;
+use super::panels::by_blocks;
 use crate::kernels::passes::{Group, Sweep, groups, some_in_l2};
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
@@ -41,9 +41,9 @@ const _: () = assert!(ROWS.is_multiple_of(8));
 // SAFETY: contract above.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
 pub unsafe fn ready_first(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
-    if panels.count() == 1 {
+    if panels.count() <= 2 {
         // SAFETY: the caller's promise.
-        return unsafe { streamed::<8>(rows, panels.panel(0), c, add) };
+        return unsafe { by_blocks(rows, panels, c, add) };
     }
     let mut ready = MaybeUninit::<Ready>::uninit();
     // SAFETY: the halves of rows that a group does not have are converted, too: any bits will do, but not none.
