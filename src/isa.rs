@@ -234,7 +234,7 @@ pub enum Int8Form {
     ReadyFirst,
     /// Each four is made ready as it is loaded, by a `vpxord`. AMD's cores have other units for that than for products: on a Zen 4, 97 % of
     /// the peak with two panels and more, from memory, where making ready first reaches 77 %. On Intel's cores it shares their ports: on a
-    /// Sapphire Rapids, 57 to 66 %, from L2, where `ReadyFirst` reaches 78 % with two panels and 87 % with four.
+    /// Sapphire Rapids, 57 to 66 %, from L2, where `ReadyFirst` reaches 87 %.
     InPlace,
 }
 
