@@ -76,7 +76,7 @@ fn tiles_that_are_not_configured() {
         assert_eq!(ud(&|| unsafe { tileloaddt1::<3>(p, 64) }), UD);
         // SAFETY: as above.
         assert_eq!(ud(&|| unsafe { tilestored::<3>(p, 64) }), UD);
-        for op in DOTS {
+        for &op in dots() {
             assert_eq!(ud(&|| dot::<3, 1, 2>(op)), UD);
             assert_eq!(ud(&|| dot::<0, 3, 2>(op)), UD);
             assert_eq!(ud(&|| dot::<0, 1, 3>(op)), UD);
@@ -111,7 +111,7 @@ fn encoded_dot<const D: u8, const A: u8, const B: u8>(op: Dot) {
 
 #[test]
 fn operands_that_are_equal() {
-    for op in DOTS {
+    for &op in dots() {
         let ud = |body: &dyn Fn()| {
             signal_of(|| {
                 ldtilecfg(&full());
@@ -141,7 +141,7 @@ fn shapes_that_do_not_match() {
         ([c, (5, 30), b], UD),
         ([c, (5, 29), b], UD),
     ];
-    for op in DOTS {
+    for &op in dots() {
         for (shape, want) in shapes {
             let got = signal_of(|| {
                 ldtilecfg(&config(&shape));

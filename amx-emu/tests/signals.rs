@@ -87,7 +87,7 @@ extern "C" fn step_over(_: c_int, _: *mut libc::siginfo_t, context: *mut c_void)
 /// too: 12 KiB above what the kernel needs are enough, even without optimisation.
 #[test]
 fn on_an_alternate_stack() {
-    setup();
+    let dots = dots();
     // SAFETY: no conditions.
     let frame = unsafe { libc::getauxval(libc::AT_MINSIGSTKSZ) } as usize;
     let mut stack = vec![0xa5u8; frame + 2 * 12 * 1024];
@@ -104,7 +104,7 @@ fn on_an_alternate_stack() {
             std::arch::asm!("ud2");
             let there = (base..base + size).contains(&FOREIGN_STACK.load(Relaxed));
             let right = multiply(200)
-                && DOTS.iter().all(|&op| {
+                && dots.iter().all(|&op| {
                     ldtilecfg(&full());
                     dot::<0, 1, 2>(op);
                     true

@@ -4,11 +4,32 @@
 pub mod child;
 
 use std::arch::asm;
+use std::sync::OnceLock;
 
 use amx_emu::Dot;
 
 pub const DOTS: [Dot; 6] =
     [Dot::Bf16, Dot::Fp16, Dot::SignedSigned, Dot::SignedUnsigned, Dot::UnsignedSigned, Dot::UnsignedUnsigned];
+
+/// Those that can run here. A CPU with AMX may lack FP16 (before Granite Rapids) or have it though a hypervisor hides its bit in CPUID: so it is
+/// tried, once, in a child.
+pub fn dots() -> &'static [Dot] {
+    static ANSWER: OnceLock<Vec<Dot>> = OnceLock::new();
+    ANSWER.get_or_init(|| {
+        setup();
+        let tried = child::end_of(&|| {
+            ldtilecfg(&full());
+            dot::<0, 1, 2>(Dot::Fp16);
+        });
+        let fp16 = tried == child::End::Exit(0);
+        if !fp16 {
+            println!(
+                "skipped: FP16 products, which this CPU has not and which nothing can stand in for where it has AMX"
+            );
+        }
+        DOTS.into_iter().filter(|&op| fp16 || op != Dot::Fp16).collect()
+    })
+}
 
 /// Installs the emulator; on a CPU that has AMX, asks Linux for permission, and the tests hold the CPU to the
 /// same model.
