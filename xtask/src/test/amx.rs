@@ -69,8 +69,11 @@ fn on_amx(plugin: &Plugin, program: &str) -> Command {
 
 /// What the emulator counted, for the step's line. A CPU with AMX runs its instructions itself: then nothing is counted.
 fn count(text: &str, instruction: &str) -> Result<String> {
-    if cpu_flags(&cpuinfo()).contains(&"amx_tile") {
-        return Ok(format!("{instruction} of the CPU"));
+    let cpu = cpuinfo();
+    let flags = cpu_flags(&cpu);
+    if flags.contains(&"amx_tile") {
+        let there = instruction != "tdpfp16ps" || flags.contains(&"amx_fp16");
+        return Ok(if there { format!("{instruction} of the CPU") } else { format!("the CPU shows no {instruction}") });
     }
     Ok(format!("{} {instruction}", ran(text, instruction)?))
 }
