@@ -261,7 +261,7 @@ pub fn l1_ways() -> usize {
 
 /// Whether this is AMD's first core with AVX-512.
 fn zen_4() -> bool {
-    std::arch::is_x86_feature_detected!("avx512bf16") && !by_intel() && l1_ways() == 8
+    Bf16Form::Pairs.runs() && !by_intel() && l1_ways() == 8
 }
 
 fn by_intel() -> bool {

@@ -112,7 +112,7 @@ unsafe fn stream<const R: usize, const P: usize>(
     add: bool,
 ) {
     let (n, k) = (rows.n, rows.k);
-    let w: [*const u8; R] = std::array::from_fn(|r| rows.row(group.row(r)));
+    let w: [*const u8; R] = group.addresses(&rows);
     let mut wide = [const { MaybeUninit::<Wide32<R>>::uninit() }; 2];
     let wide: [*mut f32; 2] = wide.each_mut().map(|w| w.as_mut_ptr().cast());
     // SAFETY: room for R rows; columns at .. at + 32 of row r, as far as they are below k.

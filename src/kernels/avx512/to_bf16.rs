@@ -3,9 +3,11 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
+use crate::isa::Bf16Form;
+
 /// Whether the CPU has `vcvtne2ps2bf16`.
 pub fn native() -> bool {
-    false
+    Bf16Form::Pairs.runs()
 }
 
 /// 32 f32 as BF16, `lo` in the lower half. The instruction takes denormals for zero.
@@ -88,6 +90,11 @@ mod tests {
             let [lo, hi] = [0, 16].map(|at| _mm512_loadu_ps(x.as_ptr().add(at)));
             [halves::<NATIVE>(lo, hi), pairs::<NATIVE>(lo, hi)].map(|v| std::mem::transmute::<__m512i, [u16; 32]>(v))
         }
+    }
+
+    #[test]
+    fn the_instruction_is_used_where_the_cpu_has_it() {
+        assert_eq!(native(), std::arch::is_x86_feature_detected!("avx512bf16"));
     }
 
     proptest! {

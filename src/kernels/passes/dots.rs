@@ -27,7 +27,7 @@ pub struct DotPass<'a> {
 impl DotPass<'_> {
     /// Addresses of the group's rows.
     pub fn rows<const R: usize>(&self) -> [*const u8; R] {
-        std::array::from_fn(|r| self.rows.row(self.group.row(r)))
+        self.group.addresses(&self.rows)
     }
 
     /// Writes the sums of the pass's token `t` with up to four of the group's rows, from `first` on.

@@ -33,6 +33,11 @@ impl Group {
     pub fn row(self, r: usize) -> usize {
         self.first + r * self.apart
     }
+
+    /// Addresses of the group's rows.
+    pub fn addresses<const R: usize>(self, rows: &Rows<'_>) -> [*const u8; R] {
+        std::array::from_fn(|r| rows.row(self.row(r)))
+    }
 }
 
 /// All rows in groups of the first of some sizes (the last is 1), then those that are left in groups of the second, and so on.

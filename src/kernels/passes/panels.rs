@@ -45,7 +45,7 @@ impl<'a> PanelPass<'a> {
 
     /// Addresses of the group's rows.
     pub fn rows<const R: usize>(&self) -> [*const u8; R] {
-        std::array::from_fn(|r| self.rows.row(self.group.row(r)))
+        self.group.addresses(&self.rows)
     }
 
     /// The sums of the group's row `r` and the pass's panel `p`.
