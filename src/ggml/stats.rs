@@ -71,6 +71,8 @@ struct Sum {
     /// Bytes that were read from the worker's own node and from another, where there are several.
     local: u64,
     remote: u64,
+    /// Those of them that were multiplied by segments.
+    segments: u64,
 }
 
 impl Sum {
@@ -80,8 +82,9 @@ impl Sum {
             format!("{}: {} calls, {:.1} ms, {gb:.1} GB/s, {gflop:.1} GFLOP/s", self.name, self.calls, self.ms());
         let (local, all) = (self.local as f64 * 1e-9, (self.local + self.remote) as f64 * 1e-9);
         if all > 0.0 {
-            let (remote, share) = (all - local, 100.0 * (1.0 - local / all));
+            let (remote, share, by_segments) = (all - local, 100.0 * (1.0 - local / all), self.segments as f64 * 1e-9);
             let _ = write!(line, ", weights {local:.3} GB local, {remote:.3} GB remote ({share:.2} %)");
+            let _ = write!(line, ", {by_segments:.3} GB of them by segments");
         }
         line
     }
@@ -150,7 +153,8 @@ impl Stats {
             let c = &self.kinds[k as usize];
             let cost = Cost { bytes: get(&c.bytes), operations: get(&c.operations) };
             let (local, remote) = c.weights.bytes();
-            Sum { name: k.name(), calls: get(&c.calls), nanos: get(&c.nanos), cost, local, remote }
+            let segments = c.weights.segment_bytes();
+            Sum { name: k.name(), calls: get(&c.calls), nanos: get(&c.nanos), cost, local, remote, segments }
         };
         Kind::ALL.into_iter().map(of).filter(|s| s.calls > 0)
     }
@@ -193,6 +197,7 @@ impl Stats {
             );
             if s.local + s.remote > 0 {
                 let _ = write!(out, ",\"local_bytes\":{},\"remote_bytes\":{}", s.local, s.remote);
+                let _ = write!(out, ",\"segment_bytes\":{}", s.segments);
             }
             out.push('}');
         }
@@ -230,8 +235,11 @@ mod tests {
             + r#""bytes":6000000,"operations":12000000}},"left":[{"op":"ADD","nodes":2,"why":null},"#
             + r#"{"op":"MUL_MAT","nodes":1,"why":"too small"}]}"#;
         assert_eq!(stats.json(), want);
-        stats.tally(Kind::MulMatId).add(3_000_000, 1_000_000);
-        assert!(stats.lines()[1].ends_with("GFLOP/s, weights 0.003 GB local, 0.001 GB remote (25.00 %)"));
-        assert!(stats.json().contains(r#""operations":12000000,"local_bytes":3000000,"remote_bytes":1000000}}"#));
+        stats.tally(Kind::MulMatId).plain(1_000_000, 1_000_000);
+        stats.tally(Kind::MulMatId).segments(2_000_000, 0);
+        let want = "GFLOP/s, weights 0.003 GB local, 0.001 GB remote (25.00 %), 0.002 GB of them by segments";
+        assert!(stats.lines()[1].ends_with(want));
+        let want = r#""operations":12000000,"local_bytes":3000000,"remote_bytes":1000000,"segment_bytes":2000000}}"#;
+        assert!(stats.json().contains(want));
     }
 }

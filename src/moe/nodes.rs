@@ -59,7 +59,7 @@ impl Placed<'_> {
         }
         let node = numa.ids()[numa.place(worker.ith(), worker.nth())];
         let (all, local) = self.plan.expert(expert).bytes_of_rows(first..first + n, node);
-        tally.add(local, all - local);
+        tally.plain(local, all - local);
     }
 }
 
@@ -145,7 +145,7 @@ impl<'a> Segments<'a> {
             let to = Sums { partial: self.partial, c };
             products(engine, w, &uses, (numa.ids(), node, &duty), tokens, to)
         };
-        tally.add(local, all - local);
+        tally.segments(local, all - local);
     }
 
     /// The C block of rows `[first, first + n)` of an expert: the nodes' sums, added.
