@@ -137,7 +137,7 @@ fn pages_are_followed_where_experts_have_few_tokens_each() {
     let bytes = Guarded::new(&Random(1).weights(DType::Bf16, k * n * experts));
     let w = Weights::contiguous(DType::Bf16, &bytes, [k, n, experts]);
     // All have the same number of tokens, but on so many experts.
-    let share_of_local = |tokens: usize, used: usize| {
+    let bytes_of = |tokens: usize, used: usize| {
         let (x, mut dst) = (vec![1.0; k * tokens], vec![0.0; n * tokens]);
         let id: Vec<i32> = (0..tokens).map(|t| (t % used) as i32).collect();
         let sim = OnSim::new(Some(4096)).unwrap();
@@ -149,11 +149,13 @@ fn pages_are_followed_where_experts_have_few_tokens_each() {
             unsafe { op.run(isa, &w, scratch.ptr()) }.unwrap();
         });
         let (local, remote) = sim.tally.bytes();
-        local as f64 / (local + remote) as f64
+        assert_eq!(local + remote, (used * w.expert_bytes()) as u64);
+        [local, remote, sim.tally.segment_bytes()]
     };
     for (tokens, used, follows) in [(16, 1, true), (17, 1, false), (64, 4, true), (64, 3, false), (65, 4, false)] {
-        let share = share_of_local(tokens, used);
-        assert_eq!(share > 0.95, follows, "{tokens} tokens on {used} experts: {share}");
+        let [local, remote, segments] = bytes_of(tokens, used);
+        assert_eq!(segments, if follows { local + remote } else { 0 }, "{tokens} tokens on {used} experts");
+        assert!(!follows || local > 19 * remote, "{tokens} tokens on {used} experts: {local} local, {remote} remote");
     }
 }
 
