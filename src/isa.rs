@@ -28,14 +28,41 @@ impl Avx512 {
 
 /// Proof that AVX2, FMA and F16C run here (Haswell and later; all Zen).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Avx2(());
+pub struct Avx2 {
+    vnni: Option<AvxVnni>,
+}
+
+/// Proof that AVX-VNNI runs here, the `vpdpbusd` of CPUs that have no AVX-512 for it (Alder Lake to Arrow Lake, Sierra Forest).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AvxVnni(());
 
 impl Avx2 {
     /// Looks at CPUID and XCR0 (through the standard library's detection, which caches).
     pub fn detect() -> Option<Self> {
         let all =
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
-        all.then_some(Self(()))
+        all.then(|| Self { vnni: is_x86_feature_detected!("avxvnni").then_some(AvxVnni(())) })
+    }
+
+    /// AVX-VNNI, where it is there too.
+    pub fn vnni(self) -> Option<AvxVnni> {
+        self.vnni
+    }
+
+    /// The same without AVX-VNNI, as most CPUs have it.
+    pub fn without_vnni(self) -> Self {
+        Self { vnni: None }
+    }
+}
+
+impl AvxVnni {
+    /// The token in a function that has the feature.
+    ///
+    /// # Safety
+    /// AVX-VNNI runs here.
+    // SAFETY: contract above.
+    pub const unsafe fn assume() -> Self {
+        Self(())
     }
 }
 
@@ -360,7 +387,9 @@ impl fmt::Display for Isa {
         f.write_str(match self {
             Self::Amx(amx) if amx.fp16.is_some() => "AMX-BF16 AMX-INT8 AMX-FP16",
             Self::Amx(_) => "AMX-BF16 AMX-INT8",
-            Self::Avx512(_) => "AVX512-BF16 AVX512-VNNI",
+            Self::Avx512(_) if Bf16Form::Pairs.runs() => "AVX512-BF16 AVX512-VNNI",
+            Self::Avx512(_) => "AVX512-VNNI",
+            Self::Avx2(avx2) if avx2.vnni.is_some() => "AVX2 FMA AVX-VNNI",
             Self::Avx2(_) => "AVX2 FMA",
         })
     }

@@ -110,6 +110,12 @@ impl Panels<'_> {
         self.tokens.div_ceil(PANEL)
     }
 
+    /// Tokens of panel `p`.
+    pub fn lanes(&self, p: usize) -> usize {
+        debug_assert!(p < self.count());
+        PANEL.min(self.tokens - p * PANEL)
+    }
+
     /// Address of panel `p`.
     pub fn panel(&self, p: usize) -> *const u8 {
         debug_assert!(p < self.count());

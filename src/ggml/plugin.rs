@@ -7,7 +7,7 @@ use std::sync::{Once, OnceLock};
 use super::sys;
 use super::{backend, cpu, device, log};
 use crate::config::{Config, IsaChoice};
-use crate::isa::{Amx, AmxRefused, Avx2, Avx512, Isa, Q8Tokens};
+use crate::isa::{Amx, AmxRefused, Avx2, Avx512, Bf16Form, Isa, Q8Tokens};
 use crate::kernels::amx::trial::with_fp16_if_it_works;
 use crate::numa::tensors::Numa;
 use crate::numa::topology::Topology;
@@ -167,7 +167,9 @@ unsafe extern "C" fn get_features(_reg: sys::ggml_backend_reg_t) -> *mut sys::gg
                     &[c"AMX_BF16", c"AMX_INT8", c"AMX_FP16", c"AVX512_BF16", c"AVX512_VNNI"]
                 }
                 Some(Isa::Amx(_)) => &[c"AMX_BF16", c"AMX_INT8", c"AVX512_BF16", c"AVX512_VNNI"],
-                Some(Isa::Avx512(_)) => &[c"AVX512_BF16", c"AVX512_VNNI"],
+                Some(Isa::Avx512(_)) if Bf16Form::Pairs.runs() => &[c"AVX512_BF16", c"AVX512_VNNI"],
+                Some(Isa::Avx512(_)) => &[c"AVX512_VNNI"],
+                Some(Isa::Avx2(avx2)) if avx2.vnni().is_some() => &[c"AVX2", c"FMA", c"AVX_VNNI"],
                 Some(Isa::Avx2(_)) => &[c"AVX2", c"FMA"],
                 None => &[],
             };

@@ -85,6 +85,7 @@ impl Facts {
 fn features() -> Vec<(&'static str, bool)> {
     vec![
         ("AVX2 with FMA and F16C", Avx2::detect().is_some()),
+        ("AVX-VNNI", Avx2::detect().is_some_and(|avx2| avx2.vnni().is_some())),
         ("AVX-512 F/BW/DQ/VL", {
             is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")

@@ -48,7 +48,9 @@ pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool)
     let mut wide = MaybeUninit::<Wide>::uninit();
     for piece in pieces(rows, panels, K_BLOCK) {
         // SAFETY: `wide` has room for a piece; the C rows from row i on are the caller's.
-        unsafe { for_rows!(piece.n, all_panels(&piece, wide.as_mut_ptr().cast(), c.add(piece.i * PANEL), add)) }
+        unsafe {
+            for_rows!(piece.n, |R| all_panels::<R>(&piece, wide.as_mut_ptr().cast(), c.add(piece.i * PANEL), add))
+        }
     }
 }
 

@@ -47,16 +47,18 @@ pub fn pieces<'a>(rows: Rows<'a>, panels: Panels<'a>, k_block: usize) -> impl It
     })
 }
 
-/// Calls a function that is generic over the number of rows, `$n` (from 1 to [`ROWS`]).
+/// Runs an expression in which `$rows` is a constant, as what `$n` is (from 1 to [`ROWS`]).
 macro_rules! for_rows {
-    ($n:expr, $f:ident($($arg:expr),*)) => {
+    ($n:expr, |$rows:ident| $run:expr) => {
+        for_rows!($n, $rows, $run, [1 2 3 4 5 6])
+    };
+    ($n:expr, $rows:ident, $run:expr, [$($each:literal)*]) => {
         match $n {
-            1 => $f::<1>($($arg),*),
-            2 => $f::<2>($($arg),*),
-            3 => $f::<3>($($arg),*),
-            4 => $f::<4>($($arg),*),
-            5 => $f::<5>($($arg),*),
-            _ => $f::<6>($($arg),*),
+            $($each => {
+                const $rows: usize = $each;
+                $run
+            })*
+            _ => unreachable!("a piece has at most {} rows", $crate::kernels::avx2::pieces::ROWS),
         }
     };
 }

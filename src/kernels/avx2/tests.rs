@@ -2,10 +2,9 @@
 
 use proptest::prelude::*;
 
-use super::{bf16, int8};
 use crate::isa::{Avx2, Bf16Form, Reading};
-use crate::kernels::Vectors;
 use crate::kernels::reference::{Reference, magnitudes, matvec};
+use crate::kernels::{Engine, Vectors};
 use crate::pack::{PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
 use crate::tensor::{DType, Rows, Weights};
 use crate::testing::{Aligned, Guarded, Part, Random};
@@ -58,11 +57,27 @@ impl Tokens {
     }
 }
 
-/// The panel form of some columns, into the C block `c`.
+/// AVX2 as this CPU has it, and without AVX-VNNI.
+fn kinds() -> Vec<Avx2> {
+    let avx2 = Avx2::detect().expect("the callers have seen that it is there");
+    let mut kinds = vec![avx2.without_vnni()];
+    kinds.extend(avx2.vnni().map(|_| avx2));
+    kinds
+}
+
+/// The panel form of some columns, into the C block `c`: the same bits by each kind.
 fn product_into(rows: Rows<'_>, panels: Panels<'_>, c: &Aligned, add: bool) {
-    let product = if rows.dtype == DType::Q8_0 { int8::panels } else { bf16::panels };
-    // SAFETY: the callers make the block large enough, and have seen that the features are there.
-    unsafe { product(rows, panels, c.ptr().cast(), add) };
+    let before = c.f32().to_vec();
+    let mut first: Option<Vec<u32>> = None;
+    for isa in kinds() {
+        // SAFETY: the block is as large as it was; the callers make it large enough.
+        unsafe {
+            c.ptr().cast::<f32>().copy_from_nonoverlapping(before.as_ptr(), before.len());
+            isa.product(&mut (), rows, panels, c.ptr().cast(), add);
+        }
+        let got: Vec<u32> = c.f32().iter().map(|y| y.to_bits()).collect();
+        assert_eq!(first.get_or_insert_with(|| got.clone()), &got);
+    }
 }
 
 /// The panel form: `[token][row]`.
@@ -75,17 +90,18 @@ fn product(rows: Rows<'_>, panels: Panels<'_>) -> Vec<Vec<f32>> {
 
 /// The dot form: `[token][row]`, with the same bits in whichever order the rows are read.
 fn dots(rows: Rows<'_>, xs: TokenRows<'_>) -> Vec<Vec<f32>> {
-    let [stretch, streams] = Reading::ALL.map(|reading| dots_of(rows.by(reading), xs));
-    assert_eq!(bits(&stretch), bits(&streams));
-    stretch
+    let mut all: Vec<_> =
+        kinds().iter().flat_map(|&isa| Reading::ALL.map(|reading| dots_of(isa, rows.by(reading), xs))).collect();
+    let first = all.remove(0);
+    assert!(all.iter().all(|other| bits(other) == bits(&first)));
+    first
 }
 
-fn dots_of(rows: Rows<'_>, xs: TokenRows<'_>) -> Vec<Vec<f32>> {
+fn dots_of(isa: Avx2, rows: Rows<'_>, xs: TokenRows<'_>) -> Vec<Vec<f32>> {
     let ld = rows.n + 3;
     let mut y = vec![f32::NAN; xs.tokens * ld];
-    let dots = if rows.dtype == DType::Q8_0 { int8::dots } else { bf16::dots };
-    // SAFETY: `y` has a row of `ld` for each token; the callers have seen that the features are there.
-    unsafe { dots(rows, xs, y.as_mut_ptr(), ld) };
+    // SAFETY: `y` has a row of `ld` for each token.
+    unsafe { isa.dots(rows, xs, y.as_mut_ptr(), ld) };
     assert!(y.chunks(ld).all(|y| y[rows.n..].iter().all(|y| y.is_nan())));
     y.chunks(ld).map(|y| y[..rows.n].to_vec()).collect()
 }

@@ -18,7 +18,12 @@ vectors_by_modules!(Avx2 {
             // SAFETY: the token proves the features; the rest is the caller's promise.
             DType::Bf16 => unsafe { bf16::dots(rows, xs, y, ld) },
             // SAFETY: as above.
-            DType::Q8_0 => unsafe { int8::dots(rows, xs, y, ld) },
+            DType::Q8_0 => unsafe {
+                match self.vnni() {
+                    Some(_) => int8::by_vnni(rows, xs, y, ld),
+                    None => int8::by_words(rows, xs, y, ld),
+                }
+            },
             other => unreachable!("no dot product for {other:?}"),
         }
     }
