@@ -30,12 +30,13 @@ impl<'a> OnNodes<'a> {
     /// What is known of a tensor, for an operation of so many pairs of token and expert. None where there is nothing to do about it.
     pub fn of(self, w: &Weights<'_>, pairs: usize) -> Option<Placed<'a>> {
         // Even if all experts are in use. How many are is known when the operation runs: see `Segments::pay`.
-        let few = pairs <= MAX_TOKENS * w.experts;
-        if !few && !self.count_plain {
+        let few = |most: usize| pairs <= most * w.experts;
+        // No plan allows more than this: long prompts need none.
+        if !few(MAX_TOKENS) && !self.count_plain {
             return None;
         }
         let (plan, spread) = self.numa.known(w)?;
-        let segments = few && spread;
+        let segments = few(plan.most_tokens()) && spread;
         (segments || self.count_plain).then_some(Placed { nodes: self, plan, segments })
     }
 }
