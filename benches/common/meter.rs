@@ -67,8 +67,12 @@ impl Ceilings {
                 let bf16 = if pairs.rate > fma.rate { pairs } else { fma };
                 (bf16, peak("vpdpbusd and scales", 16.0 * 128.0, scaled512))
             }
-            Isa::Avx2(_) => {
-                (peak("vfmadd231ps", 12.0 * 16.0, fma256), peak("vpmaddwd, vpaddd and scales", 32.0 * 32.0, scaled256))
+            Isa::Avx2(avx2) => {
+                let int8 = match avx2.vnni() {
+                    Some(_) => peak("vpdpbusd and scales", 32.0 * 64.0, scaled_vnni256),
+                    None => peak("vpmaddwd, vpaddd and scales", 32.0 * 32.0, scaled256),
+                };
+                (peak("vfmadd231ps", 12.0 * 16.0, fma256), int8)
             }
         };
         Self { read, bf16, int8 }
@@ -172,6 +176,24 @@ fn tiles_bf16(tiles: &Tiles<'_>) {
 }
 
 peak!(fma256, "avx2,fma", ".irp i,0,1,2,3,4,5,6,7,8,9,10,11", "vfmadd231ps ymm\\i, ymm15, ymm15", ".endr",);
+// Four vectors of sums over 32 k, eight fours of k each, and their scaling. In ten registers, so that none waits for itself.
+peak!(
+    scaled_vnni256,
+    "avx2,fma,avxvnni",
+    ".rept 3",
+    ".irp i,0,1,2,3,4,5,6,7,12,13",
+    "{{vex}} vpdpbusd ymm\\i, ymm15, ymm15",
+    ".endr",
+    ".endr",
+    ".irp i,0,1",
+    "{{vex}} vpdpbusd ymm\\i, ymm15, ymm15",
+    ".endr",
+    ".irp i,0,1,0,1",
+    "vcvtdq2ps ymm8, ymm\\i",
+    "vmulps ymm9, ymm15, ymm15",
+    "vfmadd231ps ymm1\\i, ymm15, ymm15",
+    ".endr",
+);
 // Two vectors of sums over 32 k, sixteen pairs of k each, and their scaling.
 peak!(
     scaled256,
