@@ -44,6 +44,14 @@ pub fn avx2() -> Option<Avx2> {
     isa
 }
 
+/// AVX2 as [`avx2`] finds it, and where it has AVX-VNNI also as CPUs have it that have not.
+pub fn avx2_kinds() -> Vec<Avx2> {
+    let Some(avx2) = avx2() else { return Vec::new() };
+    let mut kinds = vec![avx2.without_vnni()];
+    kinds.extend(avx2.vnni().map(|_| avx2));
+    kinds
+}
+
 /// Makes tests of functions that take an instruction set: `name::avx512` and `name::avx2` call `name` with what the two
 /// functions make of the tokens, or say that this CPU lacks one.
 macro_rules! on_each_isa {

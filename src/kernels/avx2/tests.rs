@@ -7,15 +7,7 @@ use crate::kernels::reference::{Reference, magnitudes, matvec};
 use crate::kernels::{Engine, Vectors};
 use crate::pack::{PANEL, Panels, TokenRows, panel_bytes, token_row_bytes};
 use crate::tensor::{DType, Rows, Weights};
-use crate::testing::{Aligned, Guarded, Part, Random};
-
-fn has_avx2() -> bool {
-    let has = Avx2::detect().is_some();
-    if !has {
-        println!("skipped: this CPU has no AVX2, FMA and F16C");
-    }
-    has
-}
+use crate::testing::{Aligned, Guarded, Part, Random, avx2, avx2_kinds};
 
 /// Tokens, packed both ways.
 struct Tokens {
@@ -57,19 +49,11 @@ impl Tokens {
     }
 }
 
-/// AVX2 as this CPU has it, and without AVX-VNNI.
-fn kinds() -> Vec<Avx2> {
-    let avx2 = Avx2::detect().expect("the callers have seen that it is there");
-    let mut kinds = vec![avx2.without_vnni()];
-    kinds.extend(avx2.vnni().map(|_| avx2));
-    kinds
-}
-
 /// The panel form of some columns, into the C block `c`: the same bits by each kind.
 fn product_into(rows: Rows<'_>, panels: Panels<'_>, c: &Aligned, add: bool) {
     let before = c.f32().to_vec();
     let mut first: Option<Vec<u32>> = None;
-    for isa in kinds() {
+    for isa in avx2_kinds() {
         // SAFETY: the block is as large as it was; the callers make it large enough.
         unsafe {
             c.ptr().cast::<f32>().copy_from_nonoverlapping(before.as_ptr(), before.len());
@@ -91,7 +75,7 @@ fn product(rows: Rows<'_>, panels: Panels<'_>) -> Vec<Vec<f32>> {
 /// The dot form: `[token][row]`, with the same bits in whichever order the rows are read.
 fn dots(rows: Rows<'_>, xs: TokenRows<'_>) -> Vec<Vec<f32>> {
     let mut all: Vec<_> =
-        kinds().iter().flat_map(|&isa| Reading::ALL.map(|reading| dots_of(isa, rows.by(reading), xs))).collect();
+        avx2_kinds().iter().flat_map(|&isa| Reading::ALL.map(|reading| dots_of(isa, rows.by(reading), xs))).collect();
     let first = all.remove(0);
     assert!(all.iter().all(|other| bits(other) == bits(&first)));
     first
@@ -118,7 +102,7 @@ fn bits(y: &[Vec<f32>]) -> Vec<Vec<u32>> {
 
 /// Rows that are `gap` bytes apart, with NaN between them, up to the end of a page.
 fn check(dtype: DType, [k, n, tokens]: [usize; 3], gap: usize, seed: u64) -> Result<(), TestCaseError> {
-    if !has_avx2() {
+    if avx2().is_none() {
         return Ok(());
     }
     let mut random = Random(seed);
@@ -155,7 +139,7 @@ proptest! {
 
     #[test]
     fn dots_of_half_groups_are_the_oracles(part in [0usize..5, 0..9, 0..3, 1..16], n in 1usize..40, tokens in 1usize..9, seed: u64) {
-        if !has_avx2() {
+        if avx2().is_none() {
             return Ok(());
         }
         let part = Part::new(part, n, tokens, seed);
@@ -175,7 +159,7 @@ proptest! {
     fn a_row_of_inf_and_nan_stays_alone(
         k in 1usize..100, n in 2usize..40, tokens in 1usize..20, row in 0usize..40, seed: u64,
     ) {
-        if !has_avx2() {
+        if avx2().is_none() {
             return Ok(());
         }
         let row = row % n;
@@ -198,7 +182,7 @@ proptest! {
     fn rows_and_tokens_do_not_depend_on_their_neighbours(
         q8_0: bool, blocks in 1usize..38, odd in 0usize..32, n in 1usize..30, tokens in 1usize..66, seed: u64,
     ) {
-        if !has_avx2() {
+        if avx2().is_none() {
             return Ok(());
         }
         let (dtype, k) = if q8_0 { (DType::Q8_0, blocks * 32) } else { (DType::Bf16, blocks * 32 - odd) };
@@ -226,7 +210,7 @@ proptest! {
 /// Denormals are multiplied for what they are.
 #[test]
 fn denormal_weights_are_next_to_nothing() {
-    if !has_avx2() {
+    if avx2().is_none() {
         return;
     }
     let bytes: Vec<u8> = (0..64 * 4).flat_map(|i| [(i % 2) as u8 * 0x7F, 0]).collect();
@@ -239,7 +223,7 @@ fn denormal_weights_are_next_to_nothing() {
 /// The largest integers: weights of -128 and quants of ±127, whose pairs are the largest 16-bit sums.
 #[test]
 fn the_largest_quants_do_not_overflow() {
-    if !has_avx2() {
+    if avx2().is_none() {
         return;
     }
     let (k, n) = (96, 5);
@@ -257,7 +241,7 @@ fn the_largest_quants_do_not_overflow() {
 /// Adding to a C block gives the same bits as one product over all columns: sums run on in registers or in memory.
 #[test]
 fn a_product_in_two_parts_is_the_whole() {
-    if !has_avx2() {
+    if avx2().is_none() {
         return;
     }
     let mut random = Random(5);

@@ -11,7 +11,7 @@ use crate::kernels::passes::{Group, Sweep};
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
 
-/// Blocks of a piece: of a panel they are 10 KiB, and of the rows that are made ready 7.
+/// Blocks of a piece: of a panel they are 10 KiB, and of the rows that are made ready 7 (by VNNI 4).
 const K_BLOCKS: usize = 16;
 
 /// A block's eight groups of four k go by in so many steps where one half of the tokens is there, else in twice as many.
@@ -98,9 +98,10 @@ impl<F: Form, const R: usize> Source<F, R> {
     }
 }
 
-/// `R` rows times a panel, of which only the first `HALVES` have tokens: a block's integer sums in registers, those of f32 in the C block. With `PREPARE`, while a
-/// block is multiplied the next one is loaded and made ready, so that memory does not wait for the arithmetic; without
-/// it, all are `ready`. (With one half there are two sums for each row and lane, since one would wait for the one before.)
+/// `R` rows times a panel, of which only the first `HALVES` have tokens: a block's integer sums in registers, those of f32 in
+/// the C block. With `PREPARE`, while a block is multiplied the next one is loaded and made ready, so that memory does not wait
+/// for the arithmetic; without it, all are `ready`. (With one half there are two sums for each row and lane, since one would
+/// wait for itself.)
 #[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 // SAFETY: the rows are readable or ready for `blocks` blocks; the panel has them; `c` is that of the first row.
