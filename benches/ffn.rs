@@ -2,12 +2,11 @@
 //!
 //! `cargo bench --bench ffn [-- FILTER]`. With `LLAMA_BIN` naming the `bin` folder of a llama.cpp build with shared libraries
 //! (`/…/build/bin`), ggml's chain runs beside ours and the results are compared. After criterion's lines, a table gives, for
-//! each layer, the best times, bytes and operations a second, and percent of the ceilings measured in the same run, all at the
+//! each layer, the best times, bytes and operations a second, and percent of the ceilings measured beside each sample, all at the
 //! same number of threads (`BENCH_THREADS`, 2 if not set), on the CPU's best engine or the one that `BENCH_ISA` names.
 
 mod common;
 
-use std::cell::RefCell;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -25,25 +24,34 @@ struct Line {
     name: String,
     bytes: f64,
     operations: f64,
-    ours: f64,
+    ours: Timed,
     ggml: Option<f64>,
     nmse: Option<f64>,
     ceilings: Ceilings,
-    peak: f64,
+}
+
+/// What a run took.
+struct Timed {
+    /// The best time, in seconds.
+    best: f64,
+    /// Average times over those that reading the weights and the operations would have taken at the average ceilings just before, each a median
+    /// over the samples: a shared machine is as fast as others let it be, so that figures of different moments do not compare.
+    over_read: f64,
+    over_peak: f64,
+    over_roofline: f64,
 }
 
 impl Line {
     fn print(&self) {
-        let (t, roofline) = (self.ours, (self.bytes / self.ceilings.read).max(self.operations / self.peak));
+        let Timed { best: t, over_read, over_peak, over_roofline } = self.ours;
         print!(
-            "{:34} {:8.2} ms {:6.1} GB/s ({:3.0} %) {:7.0} Gop/s ({:3.0} %), {:.2} of the roofline",
+            "{:34} {:8.2} ms {:6.1} GB/s ({:3.0} %) {:7.0} Gop/s ({:3.0} %), {over_roofline:.2} of the roofline",
             self.name,
             t * 1e3,
             self.bytes / t / 1e9,
-            100.0 * self.bytes / t / self.ceilings.read,
+            100.0 / over_read,
             self.operations / t / 1e9,
-            100.0 * self.operations / t / self.peak,
-            t / roofline,
+            100.0 / over_peak,
         );
         match (self.ggml, self.nmse) {
             (Some(ggml), Some(nmse)) => {
@@ -54,27 +62,53 @@ impl Line {
     }
 }
 
-/// The best time of one run, in seconds; 0 where criterion's filter left it out.
-fn timed(c: &mut Criterion, id: BenchmarkId, bytes: f64, mut run: impl FnMut()) -> f64 {
-    let best = RefCell::new(f64::MAX);
+/// One of criterion's samples: what was measured before it, and times in seconds.
+struct Sample<T> {
+    before: T,
+    best: f64,
+    average: f64,
+}
+
+/// Times `run`; no samples where criterion's filter leaves it out.
+fn timed<T>(
+    c: &mut Criterion,
+    id: BenchmarkId,
+    bytes: f64,
+    mut before: impl FnMut() -> T,
+    mut run: impl FnMut(),
+) -> Vec<Sample<T>> {
+    let mut samples = vec![];
     let mut group = c.benchmark_group("ffn");
     group.throughput(criterion::Throughput::Bytes(bytes as u64));
     group.bench_function(id, |b| {
         b.iter_custom(|n| {
-            let one = |_| {
+            let before = before();
+            let mut best = Duration::MAX;
+            let mut one = || {
                 let start = Instant::now();
                 run();
                 let time = start.elapsed();
-                let mut best = best.borrow_mut();
-                *best = best.min(time.as_secs_f64());
+                best = best.min(time);
                 time
             };
-            (0..n).map(one).sum()
+            let all: Duration = (0..n).map(|_| one()).sum();
+            samples.push(Sample { before, best: best.as_secs_f64(), average: all.as_secs_f64() / n as f64 });
+            all
         });
     });
     group.finish();
-    let best = best.into_inner();
-    if best == f64::MAX { 0.0 } else { best }
+    samples
+}
+
+/// The best of some times; none of none.
+fn best<T>(samples: &[Sample<T>]) -> Option<f64> {
+    samples.iter().map(|s| s.best).reduce(f64::min)
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<_> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 fn nmse(got: &[f32], want: &[f32]) -> f64 {
@@ -101,22 +135,32 @@ fn main() {
     for dtype in [DType::Bf16, DType::Q8_0] {
         for shape in SHAPES {
             let memory = Memory::weights(dtype, weight_bytes(shape, dtype));
-            let ceilings = Ceilings::measure(isa, &pool, memory.bytes(), 5);
-            let peak = if dtype == DType::Q8_0 { ceilings.int8.rate } else { ceilings.bf16.rate };
+            let peak = |of: &Ceilings| if dtype == DType::Q8_0 { of.int8.rate } else { of.bf16.rate };
+            let at_first = Ceilings::measure(isa, &pool, memory.bytes(), 5);
+            let ceilings = || Ceilings::on_average(isa, &pool, memory.bytes());
             let mut bench = |case: String, shape: Shape, ids: Vec<i32>| {
                 let name = format!("{}/{dtype:?}/{case}", shape.name);
                 let mut layer = Layer::new(shape, dtype, memory.bytes(), ids);
                 let (bytes, operations) = (layer.bytes_read(), layer.operations());
-                let ours = timed(&mut c, BenchmarkId::new("hina", &name), bytes, || layer.run(isa, &pool));
-                let theirs = ggml.as_ref().filter(|_| ours > 0.0).map(|ggml| {
+                let id = |who: &str| BenchmarkId::new(who, &name);
+                let ours = timed(&mut c, id("hina"), bytes, ceilings, || layer.run(isa, &pool));
+                let Some(first) = best(&ours) else { return };
+                let theirs = ggml.as_ref().and_then(|ggml| {
                     let theirs = ggml.layer(shape, layer.weights, &layer.x, &layer.ids, &layer.router);
-                    let time = timed(&mut c, BenchmarkId::new("ggml", &name), bytes, || theirs.run());
-                    (time, nmse(&layer.dst, &theirs.result()))
+                    let time = best(&timed(&mut c, id("ggml"), bytes, || (), || theirs.run()));
+                    time.map(|time| (time, nmse(&layer.dst, &theirs.result())))
                 });
-                let (ggml, nmse) = theirs.filter(|t| t.0 > 0.0).unzip();
-                if ours > 0.0 {
-                    lines.push(Line { name, bytes, operations, ours, ggml, nmse, ceilings, peak });
-                }
+                let (ggml, nmse) = theirs.unzip();
+                let over = |of: &dyn Fn(&Ceilings) -> f64| median(ours.iter().map(|s| s.average / of(&s.before)));
+                let read = |at: &Ceilings| bytes / at.read;
+                let arithmetic = |at: &Ceilings| operations / peak(at);
+                let ours = Timed {
+                    best: first,
+                    over_read: over(&read),
+                    over_peak: over(&arithmetic),
+                    over_roofline: over(&|at| read(at).max(arithmetic(at))),
+                };
+                lines.push(Line { name, bytes, operations, ours, ggml, nmse, ceilings: at_first });
             };
             for m in TOKENS {
                 bench(format!("{m}"), shape, even(shape, m));

@@ -31,26 +31,43 @@ pub struct Peak {
 impl Ceilings {
     /// Measures on the threads of `pool`, the best of `passes`; `memory` should be several times the last level cache.
     pub fn measure(isa: Isa, pool: &rayon::ThreadPool, memory: &[u8], passes: usize) -> Self {
-        let best = |amount: f64, work: &(dyn Fn(&Worker<'_>) + Sync)| {
+        let least = |times: &[f64]| times.iter().copied().fold(f64::MAX, f64::min);
+        Self::by(isa, pool, memory, [passes; 2], least)
+    }
+
+    /// The same on average over about as long as reading `memory` takes, for what is compared with an average.
+    pub fn on_average(isa: Isa, pool: &rayon::ThreadPool, memory: &[u8]) -> Self {
+        Self::by(isa, pool, memory, [1, 10], |times| times.iter().sum::<f64>() / times.len() as f64)
+    }
+
+    /// By the time that `of` makes of those of some passes of reading and some of arithmetic.
+    fn by(
+        isa: Isa,
+        pool: &rayon::ThreadPool,
+        memory: &[u8],
+        [reads, loops]: [usize; 2],
+        of: impl Fn(&[f64]) -> f64,
+    ) -> Self {
+        let rate = |passes: usize, amount: f64, work: &(dyn Fn(&Worker<'_>) + Sync)| {
             let pass = |_| {
                 let start = Instant::now();
                 team::run_on(pool, &|w| work(&w));
-                amount / start.elapsed().as_secs_f64()
+                start.elapsed().as_secs_f64()
             };
-            (0..passes).map(pass).fold(0.0, f64::max)
+            amount / of(&(0..passes).map(pass).collect::<Vec<_>>())
         };
         let threads = pool.current_num_threads() as f64;
-        let read = best(memory.len() as f64, &|w| {
+        let read = rate(reads, memory.len() as f64, &|w| {
             // SAFETY: every engine's CPU has AVX2, and all but one AVX-512.
             black_box(unsafe { sum(!matches!(isa, Isa::Avx2(_)), &memory[w.share(memory.len())]) });
         });
         let peak = |by, per: f64, f: unsafe fn()| {
             // SAFETY: called only with what `isa` has.
-            let rate = best(threads * per * LOOPS as f64, &|_| unsafe { f() });
+            let rate = rate(loops, threads * per * LOOPS as f64, &|_| unsafe { f() });
             Peak { by, rate }
         };
         let on_tiles = |by, per: f64, amx: Amx, f: fn(&Tiles<'_>)| {
-            let rate = best(threads * per * LOOPS as f64, &|_| {
+            let rate = rate(loops, threads * per * LOOPS as f64, &|_| {
                 let mut session = Session::begin(amx);
                 f(&session.configure(&Config::new([[16, 64]; 8])));
             });
@@ -129,13 +146,14 @@ pub unsafe fn sum(wide: bool, bytes: &[u8]) -> i32 {
 
 /// A loop of instructions on registers, in assembly so that nothing is optimised away.
 macro_rules! peak {
-    ($name:ident, $features:literal, $($line:literal),* $(,)?) => {
+    ($name:ident, $features:literal, [$($zero:literal),*], $($line:literal),* $(,)?) => {
         #[target_feature(enable = $features)]
         fn $name() {
             // SAFETY: registers only.
             unsafe {
                 std::arch::asm!(
-                    "vxorps xmm15, xmm15, xmm15",
+                    // All of them: what another kernel leaves may be denormal, which a CPU takes long for.
+                    "vzeroall", $($zero,)*
                     "2:", $($line,)* "dec {n}", "jnz 2b",
                     n = inout(reg) LOOPS => _,
                     out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _, out("xmm4") _, out("xmm5") _,
@@ -149,12 +167,27 @@ macro_rules! peak {
     };
 }
 
-peak!(dpbf16, "avx512f", ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17", "vdpbf16ps zmm\\i, zmm15, zmm15", ".endr",);
-peak!(fma512, "avx512f", ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17", "vfmadd231ps zmm\\i, zmm15, zmm15", ".endr",);
+peak!(
+    dpbf16,
+    "avx512f",
+    [".irp i,16,17,20,21", "vpxord zmm\\i, zmm\\i, zmm\\i", ".endr"],
+    ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
+    "vdpbf16ps zmm\\i, zmm15, zmm15",
+    ".endr",
+);
+peak!(
+    fma512,
+    "avx512f",
+    [".irp i,16,17,20,21", "vpxord zmm\\i, zmm\\i, zmm\\i", ".endr"],
+    ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
+    "vfmadd231ps zmm\\i, zmm15, zmm15",
+    ".endr",
+);
 // Two tiles of eight sums, and their scaling.
 peak!(
     scaled512,
     "avx512f",
+    [".irp i,16,17,20,21", "vpxord zmm\\i, zmm\\i, zmm\\i", ".endr"],
     ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
     "vpdpbusd zmm\\i, zmm15, zmm15",
     ".endr",
@@ -175,11 +208,12 @@ fn tiles_bf16(tiles: &Tiles<'_>) {
     }
 }
 
-peak!(fma256, "avx2,fma", ".irp i,0,1,2,3,4,5,6,7,8,9,10,11", "vfmadd231ps ymm\\i, ymm15, ymm15", ".endr",);
+peak!(fma256, "avx2,fma", [], ".irp i,0,1,2,3,4,5,6,7,8,9,10,11", "vfmadd231ps ymm\\i, ymm15, ymm15", ".endr",);
 // Four vectors of sums over 32 k, eight fours of k each, and their scaling. In ten registers, so that none waits for itself.
 peak!(
     scaled_vnni256,
     "avx2,fma,avxvnni",
+    [],
     ".rept 3",
     ".irp i,0,1,2,3,4,5,6,7,12,13",
     "{{vex}} vpdpbusd ymm\\i, ymm15, ymm15",
@@ -198,6 +232,7 @@ peak!(
 peak!(
     scaled256,
     "avx2,fma",
+    [],
     ".rept 4",
     ".irp i,0,1,2,3,4,5,6,7",
     "vpmaddwd ymm14, ymm15, ymm15",
