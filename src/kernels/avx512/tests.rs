@@ -163,13 +163,14 @@ fn denormal_weights_are_next_to_nothing() {
     assert!(products(isa, &w, &x).iter().flatten().flatten().all(|&y| (0.0..1e-36).contains(&y)));
 }
 
-/// Adding to a C block gives the same bits as one product over all columns: sums run on in registers or in memory.
+/// Adding to a C block gives the same bits as one product over all columns: sums run on in registers or in memory. But half a panel of
+/// Q8_0 has two sums for each, which become one in between.
 #[test]
 fn a_product_in_two_parts_is_the_whole() {
     let Some(isa) = isa() else { return };
     let mut random = Random(5);
-    let (k, n, tokens) = (416, 37, 70usize);
-    for dtype in [DType::Bf16, DType::Q8_0] {
+    let (k, n) = (416, 37);
+    for (dtype, tokens) in [DType::Bf16, DType::Q8_0].into_iter().flat_map(|d| [70, 33, 13, 7].map(|t: usize| (d, t))) {
         let bytes = random.weights(dtype, k * n);
         let w = Weights::contiguous(dtype, &bytes, [k, n, 1]);
         let x: Vec<Vec<f32>> = (0..tokens).map(|_| random.vec(k)).collect();
@@ -188,7 +189,12 @@ fn a_product_in_two_parts_is_the_whole() {
                 product(rows, px, whole.ptr().cast(), false);
                 product(rows.columns(0, 160), px.columns(0, 160), parts.ptr().cast(), false);
                 product(rows.columns(160, k - 160), px.columns(160, k - 160), parts.ptr().cast(), true);
-                assert_eq!(whole.f32(), parts.f32());
+                if (dtype, tokens) != (DType::Q8_0, 7) {
+                    assert_eq!(whole.f32(), parts.f32());
+                }
+                let most = whole.f32().iter().fold(0f32, |most, v| most.max(v.abs()));
+                let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * most;
+                assert!(whole.f32().iter().zip(parts.f32()).all(near), "{dtype:?} {tokens}");
             }
         }
     }

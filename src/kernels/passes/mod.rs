@@ -34,6 +34,11 @@ impl Group {
         self.first + r * self.apart
     }
 
+    /// Where the group behind it begins; that of the last one is the next block.
+    pub fn behind(self, rows: &Rows<'_>) -> *const u8 {
+        self.next.map_or(rows.next, |next| rows.row(next))
+    }
+
     /// Addresses of the group's rows.
     pub fn addresses<const R: usize>(self, rows: &Rows<'_>) -> [*const u8; R] {
         std::array::from_fn(|r| rows.row(self.row(r)))
@@ -130,7 +135,7 @@ impl Sweep {
             return Self { at, apart: 64, step: bytes, lines, near: false, left: usize::MAX, jump: 0 };
         }
         let bytes = rows.dtype.row_bytes(rows.k);
-        let next = group.next.map_or(rows.next, |next| rows.row(next));
+        let next = group.behind(rows);
         let near_by = match rows.reading {
             // All of the next group's rows while this one's are in hand.
             Reading::Stretch => bytes,

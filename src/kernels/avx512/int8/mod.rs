@@ -4,9 +4,46 @@
 //! token's quants)`, which the packed tokens hold, so the integer sums are exact for all weights from -128 to 127.
 
 mod dots;
+mod fold;
 mod panels;
 mod ready_first;
 
+use crate::pack::{PANEL, Panels};
+use crate::tensor::Rows;
+
 pub use dots::dots;
-pub use panels::in_place;
-pub use ready_first::ready_first;
+
+/// Most tokens of half a panel.
+const HALF: usize = PANEL / 2;
+
+/// The panel form (see [`Engine::product`](crate::kernels::Engine::product)) with weights made ready first.
+///
+/// # Safety
+/// As there, on a CPU with the features.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+pub unsafe fn ready_first(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match panels.tokens {
+            tokens if tokens <= HALF => panels::half_by_blocks(rows, panels, c, add),
+            _ => ready_first::panels(rows, panels, c, add),
+        }
+    }
+}
+
+/// The same with weights as they lie.
+///
+/// # Safety
+/// As there, on a CPU with the features.
+// SAFETY: contract above.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+pub unsafe fn in_place(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match panels.tokens {
+            tokens if tokens <= HALF => panels::half_in_place(rows, panels, c, add),
+            _ => panels::in_place(rows, panels, c, add),
+        }
+    }
+}
