@@ -2,7 +2,7 @@
 //!
 //! `cargo bench --bench ffn [-- FILTER]`. With `LLAMA_BIN` naming the `bin` folder of a llama.cpp build with shared libraries
 //! (`/…/build/bin`), ggml's chain runs beside ours and the results are compared. After criterion's lines, a table gives, for
-//! each layer, the best times, bytes and operations a second, and percent of the ceilings measured beside each sample, all at the
+//! each layer, the best time, bytes and operations a second, and the medians of percents of the ceilings measured beside each sample, all at the
 //! same number of threads (`BENCH_THREADS`, 2 if not set), on the CPU's best engine or the one that `BENCH_ISA` names.
 
 mod common;
