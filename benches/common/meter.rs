@@ -167,27 +167,18 @@ macro_rules! peak {
     };
 }
 
-peak!(
-    dpbf16,
-    "avx512f",
-    [".irp i,16,17,20,21", "vpxord zmm\\i, zmm\\i, zmm\\i", ".endr"],
-    ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
-    "vdpbf16ps zmm\\i, zmm15, zmm15",
-    ".endr",
-);
-peak!(
-    fma512,
-    "avx512f",
-    [".irp i,16,17,20,21", "vpxord zmm\\i, zmm\\i, zmm\\i", ".endr"],
-    ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
-    "vfmadd231ps zmm\\i, zmm15, zmm15",
-    ".endr",
-);
+/// The same with AVX-512, whose further registers are to be zero, too.
+macro_rules! peak512 {
+    ($name:ident, $($line:literal),* $(,)?) => {
+        peak!($name, "avx512f", [".irp i,16,17,20,21", "vpxord zmm\\i, zmm\\i, zmm\\i", ".endr"], $($line),*);
+    };
+}
+
+peak512!(dpbf16, ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17", "vdpbf16ps zmm\\i, zmm15, zmm15", ".endr");
+peak512!(fma512, ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17", "vfmadd231ps zmm\\i, zmm15, zmm15", ".endr");
 // Two tiles of eight sums, and their scaling.
-peak!(
+peak512!(
     scaled512,
-    "avx512f",
-    [".irp i,16,17,20,21", "vpxord zmm\\i, zmm\\i, zmm\\i", ".endr"],
     ".irp i,0,1,2,3,4,5,6,7,8,9,10,11,12,13,16,17",
     "vpdpbusd zmm\\i, zmm15, zmm15",
     ".endr",

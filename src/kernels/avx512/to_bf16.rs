@@ -110,10 +110,8 @@ mod tests {
             };
             let x: [f32; 32] = std::array::from_fn(|_| one()).map(|v: f32| if v.is_subnormal() { 0.0 } else { v });
             let want = x.map(|v| half::bf16::from_f32(v).to_bits());
-            let mut ways = vec![unsafe {
-                // SAFETY: AVX-512 is there.
-                both::<false>(&x)
-            }];
+            // SAFETY: AVX-512 is there.
+            let mut ways = vec![unsafe { both::<false>(&x) }];
             if native() {
                 // SAFETY: and so is this.
                 ways.push(unsafe { both::<true>(&x) });

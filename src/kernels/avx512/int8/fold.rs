@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 /// Fours `i` of k of a panel's block: of two, `2 * i` and the one behind it.
 #[inline]
 #[target_feature(enable = "avx512f")]
-// SAFETY: readable.
+// SAFETY: a whole block, 64-byte aligned, and `i` below `8 / F`.
 pub unsafe fn fours<const F: usize>(block: *const u8, i: usize) -> __m512i {
     // SAFETY: the caller's promise.
     let at = |g: usize| unsafe { _mm512_load_si512(block.add(g * 64).cast()) };
@@ -20,7 +20,7 @@ pub unsafe fn fours<const F: usize>(block: *const u8, i: usize) -> __m512i {
 /// Fours `i` of k of a row, to meet these.
 #[inline]
 #[target_feature(enable = "avx512f")]
-// SAFETY: readable.
+// SAFETY: a block's 32 quants, and `i` below `8 / F`.
 pub unsafe fn broadcast<const F: usize>(quants: *const u8, i: usize) -> __m512i {
     // SAFETY: the caller's promise.
     unsafe {
@@ -36,7 +36,7 @@ const EACH_TWICE: [i32; 16] = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7];
 /// What sums of the tokens begin with: in one of a token's lanes, the other is 0.
 #[inline]
 #[target_feature(enable = "avx512f")]
-// SAFETY: readable.
+// SAFETY: 16 values, 64-byte aligned.
 pub unsafe fn once<const F: usize>(values: *const u8) -> __m512i {
     // SAFETY: the caller's promise.
     unsafe {
@@ -52,7 +52,7 @@ pub unsafe fn once<const F: usize>(values: *const u8) -> __m512i {
 /// The tokens' scales: in all of their lanes.
 #[inline]
 #[target_feature(enable = "avx512f")]
-// SAFETY: readable.
+// SAFETY: 16 values, 64-byte aligned.
 pub unsafe fn all<const F: usize>(values: *const u8) -> __m512 {
     // SAFETY: the caller's promise.
     unsafe {

@@ -8,6 +8,8 @@ mod fold;
 mod panels;
 mod ready_first;
 
+use std::arch::x86_64::*;
+
 use crate::pack::{PANEL, Panels};
 use crate::tensor::Rows;
 
@@ -16,18 +18,31 @@ pub use dots::dots;
 /// Most tokens of half a panel.
 const HALF: usize = PANEL / 2;
 
+/// Stores a block's 32 quants as `w + 128`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vl")]
+// SAFETY: the block is readable, `to` writable for 32 bytes and aligned to as many.
+unsafe fn make_ready(block: *const u8, to: *mut u8) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let quants = _mm256_loadu_si256(block.add(2).cast());
+        _mm256_store_si256(to.cast(), _mm256_xor_si256(quants, _mm256_set1_epi8(-128)));
+    }
+}
+
 /// The panel form (see [`Engine::product`](crate::kernels::Engine::product)) with weights made ready first.
 ///
 /// # Safety
 /// As there, on a CPU with the features.
 // SAFETY: contract above.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
 pub unsafe fn ready_first(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     // SAFETY: the caller's promise.
     unsafe {
-        match panels.tokens {
-            tokens if tokens <= HALF => panels::half_by_blocks(rows, panels, c, add),
-            _ => ready_first::panels(rows, panels, c, add),
+        if panels.tokens <= HALF {
+            panels::half_by_blocks(rows, panels, c, add);
+        } else {
+            ready_first::panels(rows, panels, c, add);
         }
     }
 }
@@ -37,13 +52,14 @@ pub unsafe fn ready_first(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: 
 /// # Safety
 /// As there, on a CPU with the features.
 // SAFETY: contract above.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
 pub unsafe fn in_place(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     // SAFETY: the caller's promise.
     unsafe {
-        match panels.tokens {
-            tokens if tokens <= HALF => panels::half_in_place(rows, panels, c, add),
-            _ => panels::in_place(rows, panels, c, add),
+        if panels.tokens <= HALF {
+            panels::half_in_place(rows, panels, c, add);
+        } else {
+            panels::in_place(rows, panels, c, add);
         }
     }
 }

@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use super::fold;
+use super::{fold, make_ready};
 use crate::kernels::passes::{PanelPass, Sweep, panels_by_passes};
 use crate::pack::Q8_PANEL_BLOCK;
 use crate::tensor::{Q8_0_BYTES, QK8_0};
@@ -19,10 +19,10 @@ macro_rules! form {
     ($(#[$doc:meta])* $name:ident, $ready:literal, $fold:literal, $($passes:tt)*) => {
         use super::*;
 
-        panels_by_passes!($(#[$doc])* $name, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c", $($passes)*);
+        panels_by_passes!($(#[$doc])* $name, "avx512f,avx512bw,avx512vl,avx512vnni,f16c", $($passes)*);
 
         #[inline]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
         // SAFETY: as `product`.
         unsafe fn pass<const R: usize, const P: usize>(pass: PanelPass<'_>) {
             // SAFETY: the caller's promise.
@@ -64,7 +64,7 @@ struct Block {
 /// A group of `R` rows (at most 8) times `P` panels: R x P sums in registers, of integers within a block and of f32 over all. While one block
 /// of the rows is multiplied, the next is loaded, and made ready, so that memory does not wait for the arithmetic. `F` is that of [`fold`].
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
 // SAFETY: as `in_place`, of the pass's rows and panels.
 unsafe fn product<const R: usize, const P: usize, const READY: bool, const F: usize>(pass: PanelPass<'_>) {
     let PanelPass { ref rows, group, x, x_stride, add, .. } = pass;
@@ -72,13 +72,12 @@ unsafe fn product<const R: usize, const P: usize, const READY: bool, const F: us
     let mut two = [const { Block { w: [[0; QK8_0]; 8], f32: [0.0; 8], f16: [0; 8] } }; 2];
     // Known to nobody, so that the fences below keep the compiler from loading all of a block at once and spilling it.
     let two: *mut Block = std::hint::black_box(two.as_mut_ptr());
-    let biased = |quants| _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
     // SAFETY: block b of row r; one of the two.
     let prepare = |to: *mut Block, r: usize, b: usize| unsafe {
         let block = w[r].add(b * Q8_0_BYTES);
         (*to).f16[r] = block.cast::<u16>().read_unaligned();
         if READY {
-            _mm256_store_si256((&raw mut (*to).w[r]).cast(), biased(_mm256_loadu_si256(block.add(2).cast())));
+            make_ready(block, (&raw mut (*to).w[r]).cast());
         }
     };
     let mut acc = [[_mm512_setzero_ps(); P]; R];

@@ -7,6 +7,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{Ordering, compiler_fence};
 
+use super::make_ready;
 use crate::kernels::passes::{Group, even_group, groups, some_in_l2};
 use crate::pack::{PANEL, Panels, Q8_PANEL_BLOCK};
 use crate::tensor::{Q8_0_BYTES, QK8_0, Rows};
@@ -30,6 +31,8 @@ struct Ready {
     scales: [[f32; ROWS]; BLOCKS],
     halves: [[u16; ROWS]; BLOCKS],
 }
+/// Rows of a pass's, at most, that are made ready for each block: 24 rows in eight blocks.
+const AT_ONCE: usize = ROWS / BLOCKS;
 // Whole vectors of 8 scales.
 const _: () = assert!(ROWS.is_multiple_of(8));
 
@@ -47,7 +50,7 @@ struct Memory {
 /// # Safety
 /// As `Engine::product`, on a CPU with the features.
 // SAFETY: contract above.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
 pub unsafe fn panels(rows: Rows<'_>, panels: Panels<'_>, c: *mut f32, add: bool) {
     let mut memory = MaybeUninit::<Memory>::uninit();
     let memory = memory.as_mut_ptr();
@@ -81,14 +84,13 @@ impl Block {
     /// Makes it ready: the next one of the row. A step is an addition for each of them, so that loops hardly take longer for it.
     #[inline]
     #[target_feature(enable = "avx512f,avx512vl")]
-    // SAFETY: a block of the caller's rows; room for it.
+    // SAFETY: a block of the caller's rows; room for it, 32-byte aligned.
     unsafe fn ready(self) -> Self {
         let Self { from, w, half } = self;
         // SAFETY: the caller's promise.
         unsafe {
             half.write(from.cast::<u16>().read_unaligned());
-            let quants = _mm256_loadu_si256(from.add(2).cast());
-            _mm256_store_si256(w.cast(), _mm256_xor_si256(quants, _mm256_set1_epi8(-128)));
+            make_ready(from, w);
         }
         Self { from: from.wrapping_add(Q8_0_BYTES), w: w.wrapping_add(QK8_0), half: half.wrapping_add(ROWS) }
     }
@@ -119,18 +121,24 @@ impl Coming {
         }
     }
 
+    /// Calls `line` with each line of what lies ahead of the row in hand.
+    #[inline(always)]
+    fn each_line(&self, mut line: impl FnMut(*const i8)) {
+        let from = self.row.from.wrapping_add(self.ahead);
+        let mut at = |at: usize| line(from.wrapping_add(at).cast());
+        if self.blocks == BLOCKS {
+            (0..BLOCKS * Q8_0_BYTES).step_by(64).for_each(&mut at);
+        } else {
+            // No more than there is: what is behind may lie on another NUMA node.
+            (0..self.blocks * Q8_0_BYTES).step_by(64).for_each(&mut at);
+        }
+    }
+
     /// Prefetches what lies ahead of the row in hand, into L2: in L1 it would be in the way until it is wanted. Goes on to the next row.
     #[inline]
     fn next(&mut self) {
-        let from = self.row.from.wrapping_add(self.ahead);
         // SAFETY: SSE is part of x86-64, and a prefetch only hints.
-        let line = |at: usize| unsafe { _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(at).cast()) };
-        if self.blocks == BLOCKS {
-            (0..BLOCKS * Q8_0_BYTES).step_by(64).for_each(line);
-        } else {
-            // No more than there is: what is behind may lie on another NUMA node.
-            (0..self.blocks * Q8_0_BYTES).step_by(64).for_each(line);
-        }
+        self.each_line(|at| unsafe { _mm_prefetch::<_MM_HINT_T1>(at) });
         self.row = self.row(1);
         self.rows -= 1;
     }
@@ -201,7 +209,7 @@ impl Part<'_> {
     }
 
     /// All k; `coming` are the group's first blocks, then those of the part behind it.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
     // SAFETY: as `panels`.
     unsafe fn run(&self, add: bool, ready: &mut [*mut Ready; 2], coming: &mut Coming, behind: Option<&Self>) {
         let blocks = self.rows.k / QK8_0;
@@ -236,7 +244,7 @@ impl Part<'_> {
     }
 
     /// Ready blocks of all the group's rows times all panels.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
     // SAFETY: as `pass`.
     unsafe fn passes(&self, some: Blocks, coming: &mut Coming) {
         let (n, mut p) = (self.group.n, 0);
@@ -264,7 +272,7 @@ impl Part<'_> {
     /// The ready blocks of rows `[first, first + R)` of the group times panels `[p, p + P)`: the sums of integers within a block are in
     /// registers. Meanwhile rows of what comes next are made ready, with loads and stores that the arithmetic does not need.
     #[inline(never)]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,f16c")]
     // SAFETY: as `panels`; the blocks are ready.
     unsafe fn pass<const R: usize, const P: usize>(&self, some: Blocks, first: usize, p: usize, coming: &mut Coming) {
         let (mut block, stride) = (self.panels.panel(p).wrapping_add(some.first * Q8_PANEL_BLOCK), self.panels.stride);
@@ -275,15 +283,15 @@ impl Part<'_> {
             ((&raw const (*ready).w[first]).cast::<u8>(), (&raw const (*ready).scales[0][first]).cast::<f32>(), sums)
         };
         for _ in 0..some.count {
-            // Enough for all that come to be ready when these blocks have met all rows, however many panels there are.
-            let per = R.div_ceil(8);
-            let left: [usize; 3] = std::array::from_fn(|i| if i < coming.rows { coming.blocks } else { 0 });
+            // Enough for 24 rows to be ready when eight blocks have met all rows, however many panels there are.
+            let per = R.div_ceil(BLOCKS);
+            let left: [usize; AT_ONCE] = std::array::from_fn(|i| if i < coming.rows { coming.blocks } else { 0 });
             // SAFETY: a ready block of the rows, and of the panels.
             unsafe {
                 let x: [*const u8; P] = std::array::from_fn(|q| block.add(q * stride));
                 let start: [__m512i; P] = std::array::from_fn(|q| _mm512_load_si512(x[q].add(9 * 64).cast()));
                 let mut sum = [start; R];
-                let mut next: [Block; 3] = std::array::from_fn(|i| coming.row(i));
+                let mut next: [Block; AT_ONCE] = std::array::from_fn(|i| coming.row(i));
                 for g in 0..8 {
                     // Else the compiler loads all of a block at once and spills it.
                     compiler_fence(Ordering::SeqCst);
@@ -313,6 +321,63 @@ impl Part<'_> {
                 (block, w, scales) = (block.add(Q8_PANEL_BLOCK), w.add(QK8_0), scales.add(ROWS));
             }
             (0..per.min(coming.rows)).for_each(|_| coming.next());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Reading;
+    use crate::tensor::{DType, Weights};
+
+    /// What is prefetched while all rows go by, as offsets from the first row, sorted.
+    fn prefetched(rows: Rows<'_>) -> Vec<usize> {
+        // SAFETY: one token, of which nothing is read.
+        let panels = unsafe { Panels::from_raw(DType::Q8_0, std::ptr::without_provenance(64), rows.k, 1) };
+        let mut ready = MaybeUninit::<Ready>::uninit();
+        let mut lines = vec![];
+        for group in groups(&rows, [ROWS, 8, 4, 1]) {
+            let part = Part { rows, group, panels, c: std::ptr::null_mut(), sums: std::ptr::null_mut() };
+            for first in (0..rows.k / QK8_0).step_by(BLOCKS) {
+                let mut coming = part.coming(first, ready.as_mut_ptr());
+                while coming.rows > 0 {
+                    coming.each_line(|at| lines.push(at.addr().wrapping_sub(rows.data.addr())));
+                    coming.next();
+                }
+            }
+        }
+        lines.sort_unstable();
+        lines
+    }
+
+    #[test]
+    fn all_ahead_is_prefetched_then_the_next_blocks_first() {
+        let (k, n, next) = (2048, 48, 1 << 20);
+        let bytes = vec![0; DType::Q8_0.row_bytes(k) * n];
+        let rows = Weights::contiguous(DType::Q8_0, &bytes, [k, n, 1]).rows(0, 0, n).by(Reading::Streams);
+        let lines = prefetched(rows.then(bytes.as_ptr().wrapping_add(next)));
+        let some = BLOCKS * Q8_0_BYTES;
+        // Two rows a stream.
+        let (row, stream, ahead) = (some * 8, some * 16, some * AHEAD);
+        let each = |from: usize, to: usize| (from..to).step_by(some).flat_map(|at| (at..at + some).step_by(64));
+        let rest = (0..ROWS).flat_map(|r| each(r * stream + ahead, (r + 1) * stream));
+        let first = (0..ROWS).flat_map(|r| each(next + r * stream, next + r * stream + ahead));
+        assert_eq!(row, DType::Q8_0.row_bytes(k));
+        assert_eq!(lines, rest.chain(first).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn gaps_never_are_prefetched() {
+        let (wide, n) = (4096, 45);
+        let bytes = vec![0; DType::Q8_0.row_bytes(wide) * n];
+        let all = Weights::contiguous(DType::Q8_0, &bytes, [wide, n, 1]).rows(0, 0, n);
+        for (reading, blocks) in Reading::ALL.into_iter().flat_map(|r| [1, 3, 8, 10, 40, 90].map(|blocks| (r, blocks)))
+        {
+            let next = bytes.as_ptr().wrapping_add(all.stride * 1000);
+            let lines = prefetched(all.columns(0, blocks * QK8_0).by(reading).then(next));
+            let inside = |at: &usize| at % all.stride < blocks * Q8_0_BYTES;
+            assert!(!lines.is_empty() && lines.iter().all(inside), "{reading:?} {blocks}");
         }
     }
 }
